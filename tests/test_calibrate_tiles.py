@@ -365,7 +365,8 @@ def test_a_tile_that_no_kernel_can_take_is_ignored(name: str) -> None:
 
 @needs_triton
 def test_a_preferred_tile_serves_the_calls_that_were_timed_alone() -> None:
-    from flash_dmattn.triton_kernels.tile_ops import BAND, KEY_BIAS, KEYS, NO_BIAS, TILE_BIAS, TILES
+    from flash_dmattn.triton_kernels.bias_forms import KEY_BIAS, NO_BIAS, TILE_BIAS
+    from flash_dmattn.triton_kernels.tile_ops import BAND, KEYS, TILES
     from flash_dmattn.triton_kernels.tile_table import tile_of
 
     chosen = (32, 64, 4, 3)

@@ -112,7 +112,8 @@ def test_the_script_compiles_what_it_is_asked_for(capsys: pytest.CaptureFixture[
 def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published figures rest on the tiles of sm_90: no row that another GPU has for itself reaches it."""
     from flash_dmattn.triton_kernels import tile_table
-    from flash_dmattn.triton_kernels.tile_ops import BAND, KEYS, NO_BIAS, TILE_BIAS, TILES
+    from flash_dmattn.triton_kernels.bias_forms import NO_BIAS, TILE_BIAS
+    from flash_dmattn.triton_kernels.tile_ops import BAND, KEYS, TILES
     from flash_dmattn.triton_kernels.tile_table import Tile, tile_of
 
     kernels, dtypes = ("forward", "keys", "queries", "product", "bias"), (torch.bfloat16, torch.float16, torch.float32)

@@ -11,31 +11,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import ROW_BIAS, load_bias
 from .dropout import is_kept
 from .scores import probabilities, scaled, score_gradients, sink_logits
+from .sequences import (
+    NO_SEQUENCES,
+    bounds_of,
+    mask_from,
+    place_of,
+    rows_from,
+    scores_from,
+    sequence_at,
+    shape_of,
+    tiles_of_rows,
+)
 from .tile_ops import (
     DENSE,
     KEYS,
-    NO_SEQUENCES,
-    PACKED,
-    ROW_BIAS,
     TILE,
     TILES,
     band_of_queries,
     bits_of,
-    bounds_of,
-    entry_of,
+    class_at,
     in_band,
-    load_bias,
     load_bools,
     load_low_delta,
     load_tile,
     mask_head,
     reader_of,
-    scores_from,
-    sequence_at,
-    shape_of,
-    tiles_of_rows,
 )
 
 
@@ -149,76 +152,56 @@ def backward_bias_kernel(
         h = owner * members + entry % members
         h_k = h // shape.group
         visit = True
-        entry_shape = shape
-        b_row = b
-        first_q = first_stored
-        first_k = first_stored
+        if PACKED_ROWS:
+            b = own.to(tl.int64)
+        first_q, first_k, entry_shape = bounds_of(b, bounds, shape, SEQUENCES)
+        at = place_of(b, first_q, first_k, entry_shape, layout, SEQUENCES)
         if SEQUENCES != NO_SEQUENCES:
-            if PACKED_ROWS:
-                b = b * 0 + own
-            first_q, first_k, entry_shape = bounds_of(bounds, b, shape)
-            b_row = b * (0 if SEQUENCES == PACKED else 1)
             lo, _, _, hi = band_of_queries(
                 first, tl.minimum(first + BLOCK_M, entry_shape.seqlen_q) - 1, entry_shape, LEFT, RIGHT
             )
             visit = (first < entry_shape.seqlen_q) & (first_key < hi) & (first_key + BLOCK_N > lo)
-        first_row = b_row * layout.rows_q + first_q if SEQUENCES != NO_SEQUENCES else b_row
         if MASK == TILES:
-            h_m = (h // mask_strides.group).to(tl.int64)
-            # A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
-            b_m = entry_of(b, mask_strides)
             tile = first // TILE
             if SEQUENCES != NO_SEQUENCES:
-                tile += (first_row // TILE).to(tl.int32) + b.to(tl.int32)
-            place = b_m * mask_strides.list_batch + h_m * mask_strides.list_head + tile * mask_strides.list_row
-            line = place // mask_strides.list_row * (mask_strides.list_row - 2)
+                tile += (at.row_q // TILE).to(tl.int32) + b.to(tl.int32)
+            tile_class = class_at(classes, mask_strides, b, h, tile, first_key)
             if SEQUENCES == NO_SEQUENCES:
-                visit = tl.load(classes + line + first_key // TILE) != 0
+                visit = tl.load(tile_class) != 0
             else:
-                visit = visit & (tl.load(classes + line + first_key // TILE, mask=visit, other=0) != 0)
+                visit = visit & (tl.load(tile_class, mask=visit, other=0) != 0)
         if MASK == KEYS:
             data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
             before = tl.load(index + keys, mask=keys < shape.seqlen_k, other=0)
             kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
             visit = tl.max(kept.to(tl.int32)) > 0
         if visit:
-            if SEQUENCES == NO_SEQUENCES:
-                statistics = (b * shape.num_heads + h) * shape.seqlen_q
-                is_row = row_ok
-                q_at = q
-                k_at = k
-                v_at = v
-                dout_at = dout
-            else:
-                statistics = (b_row * shape.num_heads + h) * layout.rows_q + first_q
-                is_row = rows < entry_shape.seqlen_q
-                q_at = q + first_q.to(tl.int64) * q_strides.row
-                k_at = k + first_k.to(tl.int64) * k_strides.row
-                v_at = v + first_k.to(tl.int64) * v_strides.row
-                dout_at = dout + first_q.to(tl.int64) * dout_strides.row
+            statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
+            is_row = rows < entry_shape.seqlen_q
+            q_at = rows_from(q, q_strides, at.first_q, SEQUENCES)
+            k_at = rows_from(k, k_strides, at.first_k, SEQUENCES)
+            v_at = rows_from(v, v_strides, at.first_k, SEQUENCES)
+            dout_at = rows_from(dout, dout_strides, at.first_q, SEQUENCES)
             lse_rows = tl.load(row_lse + statistics + rows, mask=is_row, other=float("inf"))
             low_rows, d = load_low_delta(low_delta, delta, statistics + rows, is_row)
             q_tile = load_tile(
-                q_at, q_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
+                q_at, q_strides, at.b_q, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             k_tile = load_tile(
-                k_at, k_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
+                k_at, k_strides, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             s = tl.fma(s, factor, bias_tile.to(tl.float32)) if BIASED else s * factor
             allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
+            if MASK == TILES or MASK == DENSE:
+                data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+                data = mask_from(data, index, mask_strides, at, at.row_q, layout, SEQUENCES, MASK)[0]
             if MASK == TILES:
-                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
-                if SEQUENCES != NO_SEQUENCES:
-                    data += first_row * mask_strides.row
                 allowed &= bits_of(data, first_key, rows, entry_shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
             elif MASK == DENSE:
-                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
-                if SEQUENCES != NO_SEQUENCES:
-                    data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
                 allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], entry_shape)
             elif MASK == KEYS:
                 allowed &= kept[None, :]
@@ -226,19 +209,18 @@ def backward_bias_kernel(
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
             p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
             v_tile = load_tile(
-                v_at, v_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
+                v_at, v_strides, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             g_tile = load_tile(
-                dout_at, dout_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims_v, shape.head_dim_v,
+                dout_at, dout_strides, at.b_q, h, first, rows, entry_shape.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
             dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            few = entry_shape.seqlen_k <= layout.few_keys if SEQUENCES != NO_SEQUENCES else False
-            acc += score_gradients(p, dp, d, few, 1, FEW_KEYS, SEQUENCES)[0]
+            acc += score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)[0]
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
             :, None

@@ -15,19 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import (
-    LOG2E,
-    NO_SEQUENCES,
-    PACKED,
-    ROW_BIAS,
-    lse_less,
-    row_values,
-    scores_from,
-    sequence_at,
-    shape_of,
-    split_lse,
-    tiles_of_rows,
-)
+from .bias_forms import ROW_BIAS, row_values
+from .sequences import NO_SEQUENCES, bounds_of, entry_of_tile, place_of, scores_from, tiles_of_queries
+from .tile_ops import LOG2E, lse_less, split_lse
 
 
 @triton.jit
@@ -56,43 +46,31 @@ def delta_kernel(
 ):
     """Compute one tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
-    if SEQUENCES == NO_SEQUENCES:
-        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        b = (program // tiles_m // shape.num_heads).to(tl.int64)
-        h = program // tiles_m % shape.num_heads
-        rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        row_ok = rows < shape.seqlen_q
-        values = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
-        first_row = b * shape.seqlen_q
-        place = (b * shape.num_heads + h) * shape.seqlen_q + rows
-    else:
-        tiles = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
-        h = program // tiles
-        own, tile = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        queries = tl.load(bounds + own * 4 + 1)
-        row_ok = rows < queries
-        takes_sum = tl.load(bounds + own * 4 + 3) > layout.few_keys
-        b = own.to(tl.int64)
-        first_q = tl.load(bounds + own * 4)
-        if BIAS == ROW_BIAS:
-            bias = scores_from(bias, bias_strides, layout.bias_rows, 0, first_q, first_q)
-        values = row_values(bias, bias_strides, b, h, rows, shape_of(shape, queries, 0), BIAS)
-        b = b * (0 if SEQUENCES == PACKED else 1)
-        first_row = b * layout.rows_q
-        rows += first_q
-        place = (b * shape.num_heads + h) * layout.rows_q + rows
+    tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
+    own, tile, h = entry_of_tile(
+        program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
+    )
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b_q
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < shape.seqlen_q
+    if SEQUENCES != NO_SEQUENCES and BIAS == ROW_BIAS:
+        bias = scores_from(bias, bias_strides, layout.bias_rows, 0, at.first_q, at.first_q)
+    values = row_values(bias, bias_strides, at.b, h, rows, shape, BIAS)
+    rows += at.first_q
+    place = (b * shape.num_heads + h) * at.entry_rows + rows
     dims = tl.arange(0, BLOCK_DV)
     d = tl.zeros([BLOCK_M], tl.float32)
     if not FEW_KEYS:
         ok = row_ok[:, None] & (dims < shape.head_dim_v)[None, :]
-        o_rows = out + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
+        o_rows = out + ((b * at.entry_rows + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v
         o = tl.load(o_rows + dims[None, :], mask=ok, other=0.0)
         g_head = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
         g = tl.load(g_head + rows.to(tl.int64)[:, None] * dout_strides.row + dims[None, :], mask=ok, other=0.0)
         d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
         if SEQUENCES != NO_SEQUENCES:
-            d = tl.where(takes_sum, d, 0.0)
+            d = tl.where(at.few, 0.0, d)
     natural = tl.load(lse + place, mask=row_ok, other=float("-inf"))
     empty = natural == float("-inf")
     if HAS_DLSE:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import spread, values_of_tile
 from .dropout import is_kept
-from .scores import probabilities, scaled, score_gradients, sink_logits, spread, values_of_tile
+from .scores import probabilities, scaled, score_gradients, sink_logits
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -59,7 +60,7 @@ def backward_diagonals_kernel(
     diagonals,
     parts,
     dropout,
-    distances,
+    extent,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -100,7 +101,7 @@ def backward_diagonals_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     head = bias + owner_b.to(tl.int64) * bias_strides.batch + owner.to(tl.int64) * bias_strides.head
     first_key = diagonal * BLOCK_N
-    window = values_of_tile(head, bias_strides, 0, first_key, shape, distances, BLOCK_M, BLOCK_N, BIAS, False)
+    window = values_of_tile(head, bias_strides, 0, first_key, shape, extent, BLOCK_M, BLOCK_N, BIAS, False)
     values = spread(window, BLOCK_M, BLOCK_N, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range((steps * part // parts).to(tl.int32), (steps * (part + 1) // parts).to(tl.int32)):

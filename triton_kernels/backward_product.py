@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import block_at, keys_of_queries, load_tile, mask_head
+from .tile_ops import EDGE, INSIDE, block_at, keys_of_queries, load_tile, mask_head
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def backward_product_kernel(
     )
     lines = ((b * shape.num_heads + h) * shape.seqlen_q + rows)[:, None] * shape.seqlen_k
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for phase in tl.static_range(0, 2):
-        steps = inside if phase == 0 else before + after
+    for phase in tl.static_range(INSIDE, EDGE + 1):
+        steps = inside if phase == INSIDE else before + after
         for step in range(0, steps):
-            place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            place = block_at(step, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             k_tile = load_tile(
                 k, k_strides, b, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
             )  # fmt: skip
             if BIAS_TMA:
                 ds = dbias.load([b.to(tl.int32), h, first, place]).reshape(BLOCK_M, BLOCK_N)

@@ -18,49 +18,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dropout import is_kept
-from .scores import (
+from .bias_forms import (
+    ROW_BIAS,
     add_bias,
+    bias_from,
     bias_vector,
-    block_by_distance,
-    end_values,
-    exp_of,
-    masked_scores,
-    near_blocks,
-    scaled,
+    block_of_run,
+    flat_blocks,
+    flat_value,
+    row_values,
     values_of_tile,
 )
+from .dropout import is_kept
+from .scores import exp_of, log_sums, masked_scores, scaled
+from .sequences import (
+    NO_SEQUENCES,
+    bounds_of,
+    entry_of_tile,
+    load_keys,
+    mask_from,
+    pages_from,
+    place_of,
+    rows_from,
+    tiles_of_queries,
+)
 from .tile_ops import (
-    BAND,
-    BANDED,
-    CLAMPED,
     DENSE,
-    DISTANCES,
+    EDGE,
+    INSIDE,
     KEYS,
     LOG2E,
     LOWEST,
-    NO_BIAS,
-    NO_SEQUENCES,
-    PACKED,
-    PAGED,
-    PAGED_PACKED,
-    ROW_BIAS,
-    TILES,
+    NEAR,
     TREE,
     block_at,
-    bounds_of,
     join_sink,
     keys_of_queries,
-    load_pages,
     load_tile,
-    log_sums,
     mask_head,
-    row_values,
-    scores_from,
-    sequence_at,
     store_lse,
-    tiles_from,
-    tiles_of_rows,
 )
 from .tree_mask import keys_of_trees
 
@@ -92,7 +88,7 @@ def forward_kernel(
     sink_of_row,
     layout,
     dropout,
-    distances,
+    extent,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,6 +118,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    FLAT: tl.constexpr,
     OVERLAP: tl.constexpr,
     COLUMN_PARTS: tl.constexpr,
 ):
@@ -144,6 +141,8 @@ def forward_kernel(
     is no second loop that waits for its first loads. With OVERLAP the next kernel may start before this one has ended
     (programmatic dependent launch); it waits before it reads.
 
+    With FLAT blocks whose scores all get one value of the bias have a loop of their own: see `flat_blocks`.
+
     With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
@@ -155,62 +154,34 @@ def forward_kernel(
     if COLUMN_PARTS > 1:
         column = program % COLUMN_PARTS * BLOCK_DV
         program = program // COLUMN_PARTS
+    most = shape.seqlen_q * (shape.group if GROUPED else 1)
+    tiles = tiles_of_queries(most, layout, SEQUENCES, SEARCH, BLOCK_M)
+    head = program // tiles
     part = 0
-    if SEQUENCES == NO_SEQUENCES:
-        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-        head = program // tiles_m
-        if SPLIT_KEYS:
-            part = head % splits
-            head = head // splits
-        b = (head // shape.num_heads).to(tl.int64)
-        h = head % shape.num_heads
-        h_k = h // shape.group
-        b_q = b
-        b_k = b
-        first_row = b * shape.seqlen_q
-        all_rows = shape.batch * shape.seqlen_q
-        bias_row = 0
-        statistics = (b * shape.num_heads + h) * shape.seqlen_q
-    else:
-        IS_PACKED: tl.constexpr = SEQUENCES == PACKED or SEQUENCES == PAGED_PACKED
-        most = shape.seqlen_q * shape.group if GROUPED else shape.seqlen_q
-        tiles = tiles_of_rows(layout.rows_q, most, layout.number, SEARCH, BLOCK_M)
-        head = program // tiles
-        if SPLIT_KEYS:
-            part = head % splits
-            head = head // splits
-        own, place = sequence_at(program % tiles, bounds, most, layout.number, SEARCH, 0, BLOCK_M)
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        tiles_m = tl.cdiv(shape.seqlen_q * (shape.group if GROUPED else 1), BLOCK_M)
-        if place >= tiles_m:
+    if SPLIT_KEYS:
+        part = head % splits
+        head = head // splits
+    own, tile, h = entry_of_tile(program % tiles, head, bounds, most, shape, layout, SEQUENCES, SEARCH, BLOCK_M)
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    tiles_m = tl.cdiv(shape.seqlen_q * (shape.group if GROUPED else 1), BLOCK_M)
+    if SEQUENCES != NO_SEQUENCES:
+        if tile >= tiles_m:
             return
-        tile_m = tiles_m - 1 - place
-        h = head
-        h_k = head // shape.group
-        if GROUPED:
-            h_k = head
-            h = head * shape.group + tl.arange(0, BLOCK_M) % shape.group
-        b = own.to(tl.int64)
-        b_q = b * 0 if IS_PACKED else b
-        b_k = b * 0 if SEQUENCES == PACKED else b
-        first_row = b_q * layout.rows_q + first_q
-        all_rows = layout.rows_q * (1 if IS_PACKED else layout.number)
-        bias_row = layout.bias_rows * first_q
-        statistics = (b_q * shape.num_heads + h) * layout.rows_q + first_q
-        q += first_q.to(tl.int64) * q_strides.row
-        k += first_k.to(tl.int64) * k_strides.row
-        v += first_k.to(tl.int64) * v_strides.row
-        if BIAS != NO_BIAS and not BIAS_TMA:
-            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
-        if MASK == DENSE:
-            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        if MASK == TILES:
-            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
-        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-            table += b * layout.table_row
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b
+    h_k = h // shape.group
+    if GROUPED:
+        h_k = head
+        h = head * shape.group + tl.arange(0, BLOCK_M) % shape.group
+    statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
+    q = rows_from(q, q_strides, at.first_q, SEQUENCES)
+    k = rows_from(k, k_strides, at.first_k, SEQUENCES)
+    v = rows_from(v, v_strides, at.first_k, SEQUENCES)
+    bias = bias_from(bias, bias_strides, at, layout, SEQUENCES, BIAS, BIAS_TMA)
+    mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, at, at.row_q, layout, SEQUENCES, MASK)
+    table = pages_from(table, at, layout, SEQUENCES)
 
-    first = tile_m * BLOCK_M
+    first = (tiles_m - 1 - tile) * BLOCK_M  # under a causal band the longest rows start first
     rows = first + tl.arange(0, BLOCK_M)
     if GROUPED:
         rows = rows // shape.group
@@ -221,12 +192,12 @@ def forward_kernel(
     dims = tl.arange(0, BLOCK_D)
     dims_v = column + tl.arange(0, BLOCK_DV)
     if GROUPED:
-        q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
+        q_rows = q + at.b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
         is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
         q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=is_value, other=0.0)
     else:
         q_tile = load_tile(
-            q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            q, q_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
             BLOCK_M, BLOCK_D, ROWS_TMA, True, True, PAD_D,
         )  # fmt: skip
     if NEGATIVE:
@@ -244,16 +215,10 @@ def forward_kernel(
             first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
         )
 
-    # Lists of tiles and of keys do not follow distances.
-    BY_DISTANCE: tl.constexpr = BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED
-    NEAR: tl.constexpr = BY_DISTANCE and (MASK == BAND or MASK == TREE) and not ONE_LOOP
     near = 0
-    nearest = 0
-    if NEAR:
-        before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
-        nearest, near = near_blocks(
-            first, start, inside, before_values, beyond_values, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1
-        )
+    if FLAT:
+        flat = flat_blocks(bias_head, bias_strides, first, start, inside, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1)
+        near = flat.near
     if ONE_LOOP:
         start, inside, before, after = start - before, 0, 0, inside + before + after
     if SPLIT_KEYS:  # shares count the blocks of both loops, so that they differ by one block at most
@@ -263,51 +228,45 @@ def forward_kernel(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for phase in tl.static_range(1 if ONE_LOOP else -1 if NEAR else 0, 2 if EDGES else 1):
+    for phase in tl.static_range(EDGE if ONE_LOOP else NEAR if FLAT else INSIDE, EDGE + 1 if EDGES else EDGE):
         begin = 0
-        steps = near if phase == -1 else inside - near if phase == 0 else before + after
+        steps = near if phase == NEAR else inside - near if phase == INSIDE else before + after
         if SPLIT_KEYS:
-            earlier = 0 if phase == -1 else near if phase == 0 else inside
+            earlier = 0 if phase == NEAR else near if phase == INSIDE else inside
             begin = tl.minimum(tl.maximum(begin_part - earlier, 0), steps)
             steps = tl.minimum(tl.maximum(end_part - earlier, 0), steps)
-        for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == 1 else STAGES):
+        for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == EDGE else STAGES):
+            IS_FLAT: tl.constexpr = FLAT and phase == INSIDE
             block = step
-            if NEAR and phase != 1:
-                block = block_by_distance(step, nearest, near, phase == -1)
-            place = block_at(block, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            if FLAT and phase != EDGE:
+                block = block_of_run(step, flat, IS_FLAT)
+            place = block_at(block, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
-            IS_FAR: tl.constexpr = NEAR and phase == 0
-            if not IS_FAR:
+            if not IS_FLAT:
                 window = values_of_tile(
-                    bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+                    bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
                 )
-            if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-                k_tile = load_pages(
-                    k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                    PAGE, BLOCK_N, PAD_D,
-                )  # fmt: skip
-            else:
-                k_tile = load_tile(
-                    k, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                    BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
-                )  # fmt: skip
+            k_tile = load_keys(
+                k, table, layout, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
+            )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
-            MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == 1
-            if MAKES_SCORES and not IS_FAR:
+            MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == EDGE
+            if MAKES_SCORES and not IS_FLAT:
                 s = add_bias(
-                    s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + bias_row, place, rows,
-                    keys, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
+                    s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + at.bias_row, place, rows,
+                    keys, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
                 )  # fmt: skip
-            if phase == 1:
+            if phase == EDGE:
                 s = masked_scores(
                     s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys, shape,
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
                 )  # fmt: skip
-            if IS_FAR:
-                value = tl.where(step < nearest, before_values, beyond_values)
+            if IS_FLAT:
+                value = flat_value(step, flat)
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
                 shift = (new_max - value) * LOG2E
                 shift = tl.where(shift == float("-inf"), LOWEST, shift)
@@ -324,24 +283,19 @@ def forward_kernel(
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
-            if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-                v_tile = load_pages(
-                    v, table, layout, v_strides, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                    PAGE, BLOCK_N, PAD_DV,
-                )  # fmt: skip
-            else:
-                v_tile = load_tile(
-                    v, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                    BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
-                )  # fmt: skip
+            v_tile = load_keys(
+                v, table, layout, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, column,
+            )  # fmt: skip
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
             row_max = new_max
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
     great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
+    first_row = at.row_q
     if SPLIT_KEYS:
-        before = part.to(tl.int64) * all_rows
+        before = part.to(tl.int64) * at.all_rows
         first_row += before
         statistics += before * shape.num_heads
     line = statistics + rows if HEADS_FIRST else (first_row + rows) * shape.num_heads + h

@@ -152,7 +152,8 @@ def plan_driver_call(
     num_pointers = len(passed) - len(numbers)
     pointers, others = count(_CONFIG, 8), count(_CONFIG + 8 * num_pointers, 8)
     places = [next(pointers if kind[0] == "*" else others) for kind, _ in passed]
-    # A kernel may have two more pointers at the end, to scratch memory. It has none here.
+    # Triton's `CudaLauncher` (triton/backends/nvidia/driver.py) hands every kernel two more pointers, `global_scratch`
+    # and `profile_scratch`. Kernels with scratch memory are left to it above (_EXTRAS), so here both are null.
     places += [next(others)] * 2
     sizes = _SIZES.pack(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
     template = b"".join([sizes, bytes(_CONFIG - _STREAM + 8 * num_pointers), *filter(None, numbers), bytes(8)])

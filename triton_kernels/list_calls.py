@@ -16,6 +16,7 @@ from flash_dmattn.gradients import sink_gradient
 from flash_dmattn.problem import device_arch
 
 from .backward_delta import delta_kernel
+from .bias_forms import KEY_BIAS, NO_BIAS, TILE_BIAS
 from .gpus import shared_bytes
 from .kernel_launch import Launch, by_name, ceil_div, next_power_of_2, on_device
 from .launch import plans, signature
@@ -29,7 +30,8 @@ from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, li
 from .list_tiles import ListKernel, list_tile, members_of_program
 from .plan import MOST_FEW_KEYS, precision_of_products
 from .plan_forward import empty_parts, num_key_shares, plan_combine
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
+from .sequences import NO_SEQUENCES
+from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
 # Bytes that gradients of keys may take beside results, unless the least chunk takes more.
@@ -435,13 +437,14 @@ def plan_list_backward(
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
         written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
 
-        def run_queries(*rows: Tensor | int) -> None:
+        def run_queries(kept: Kept) -> None:
             if by_pairs:
                 launch_pairs(
-                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, delta, *written[2:], *rows[3:]
-                )
+                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, delta, *written[2:],
+                    kept.rows, kept.ds, kept.first_owner, kept.first_row,
+                )  # fmt: skip
             else:
-                launch_queries(*read, *written, *rows)
+                launch_queries(*read, *written, *kept)
 
         if by_pairs:
             row_lse = torch.empty_like(delta)  # which nobody reads: other kernels read lse itself
@@ -449,7 +452,7 @@ def plan_list_backward(
 
         dk = dv = None
         if keep == NOTHING.value:
-            run_queries(keys, keys, keys, q, q, 0, 0)
+            run_queries(Kept(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
@@ -466,6 +469,22 @@ def plan_list_backward(
         )
 
     return run
+
+
+class Kept(NamedTuple):
+    """The last arguments of the kernel of queries: where it keeps rows or pairs of a chunk for the gradients of keys.
+
+    `words`, `before` and `offsets` give each row its place. `rows` gets the rows, or with PAIRS p, and `ds` gets ds.
+    The chunk begins at `first_owner` and `first_row`.
+    """
+
+    words: Tensor
+    before: Tensor
+    offsets: Tensor
+    rows: Tensor
+    ds: Tensor
+    first_owner: int
+    first_row: int
 
 
 class Chunks(NamedTuple):
@@ -537,7 +556,7 @@ def _plan_rows(
 
     def run(
         q: Tensor, k: Tensor, keys: Tensor, count: Tensor, dout: Tensor, dq: Tensor | None,
-        run_queries: Callable[..., None],
+        run_queries: Callable[[Kept], None],
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         device = q.device
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
@@ -554,7 +573,7 @@ def _plan_rows(
                     bits(keys, count, words.zero_(), owner, row)
                     counts_launch(words, before, counts)
                     offsets = counts.cumsum(0, dtype=torch.int32) - counts
-                run_queries(words, before, offsets, *kept, owner, row)
+                run_queries(Kept(words, before, offsets, *kept, owner, row))
                 if has_product:
                     product_launch(k, keys, count, kept[1], dq, owner, row)
                 if not needs_keys:

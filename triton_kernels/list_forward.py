@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import KEY_BIAS, NO_BIAS
 from .list_ops import (
     NO_VALUES,
     add_key_bias,
@@ -23,8 +24,8 @@ from .list_ops import (
     slots_at,
     values_of,
 )
-from .scores import exp_of, scaled
-from .tile_ops import KEY_BIAS, LOWEST, NO_BIAS, join_sink, log_sums, store_lse
+from .scores import exp_of, log_sums, scaled
+from .tile_ops import LOWEST, join_sink, store_lse
 
 
 @triton.jit

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import KEY_BIAS, NO_BIAS
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, lse_of_rows
 from .scores import exp_of_rows, scaled
-from .tile_ops import KEY_BIAS, NO_BIAS, entry_of, in_band, shared_head
+from .tile_ops import entry_of, in_band, shared_head
 
 
 @triton.jit(do_not_specialize=["first_owner"])

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head, split_lse
+from .bias_forms import KEY_BIAS, NO_BIAS
+from .tile_ops import LOG2E, entry_of, in_band, shared_head, split_lse
 
 # How the values of entries are read: not at all, one for each entry, also one for each query head, also one for each
 # query of a row of lists.

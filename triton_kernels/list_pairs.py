@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import NO_BIAS
 from .list_ops import (
     NO_VALUES,
     OF_ENTRIES,
@@ -27,7 +28,6 @@ from .list_ops import (
     values_of,
 )
 from .scores import exp_of_rows, scaled
-from .tile_ops import NO_BIAS
 
 
 @triton.jit(do_not_specialize=["first_owner", "first_row"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import NO_BIAS
 from .list_ops import (
     NO_VALUES,
     OF_ENTRIES,
@@ -32,7 +33,7 @@ from .list_ops import (
     values_of,
 )
 from .scores import probabilities, scaled, score_gradients
-from .tile_ops import NO_BIAS, NO_SEQUENCES
+from .sequences import NO_SEQUENCES
 
 # A program stores for dk and dv: nothing, rows, or p and ds.
 NOTHING: tl.constexpr = tl.constexpr(0)

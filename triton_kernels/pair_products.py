@@ -8,23 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pairs import PLACE, head_at
-from .tile_ops import (
-    KEYS,
-    NO_SEQUENCES,
-    PACKED,
-    TILE,
-    TILES,
-    block_at,
-    bounds_of,
-    keys_of_queries,
-    load_tile,
-    mask_head,
-    queries_of_keys,
-    sequence_at,
-    tiles_from,
-    tiles_of_rows,
-)
+from .pairs import PLACE, head_at, line_of, tiles_of_chunk
+from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at, tiles_of_rows
+from .tile_ops import KEYS, TILE, TILES, block_at, keys_of_queries, load_tile, mask_head, queries_of_keys
 
 
 @triton.jit
@@ -85,31 +71,24 @@ def pair_rows_kernel(
     columns = tl.cdiv(shape.head_dim, COLUMNS)
     column = program % columns * COLUMNS
     program = program // columns
-    if SEQUENCES == NO_SEQUENCES:
-        tiles_m = lines // BLOCK_M
-    else:
-        tiles_m = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
+    tiles_m = tiles_of_chunk(lines, shape, layout, SEQUENCES, SEARCH, BLOCK_M)
     tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
     slot = program // tiles_m
     b, h, visit = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     h_k = h // shape.group
-    if SEQUENCES == NO_SEQUENCES:
-        b_row = b
-        first = first_line + tile_m * BLOCK_M
-        first_line_row = b * 0
-        first_row = b * shape.seqlen_q
-    else:
+    first = first_line + tile_m * BLOCK_M
+    own = b
+    if SEQUENCES != NO_SEQUENCES:
         own, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        b = own.to(tl.int64)
-        b_row = b * (0 if SEQUENCES == PACKED else 1)
         first = place * BLOCK_M
-        first_row = b_row * layout.rows_q + first_q
-        first_line_row = first_row
-        visit &= (first_row + first + BLOCK_M > first_line) & (first_row + first < first_line + lines)
-        k += first_k.to(tl.int64) * k_strides.row
-        if MASK == TILES:
-            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b
+    first_line_row = line_of(at, SEQUENCES)
+    if SEQUENCES != NO_SEQUENCES:
+        visit &= (at.row_q + first + BLOCK_M > first_line) & (at.row_q + first < first_line + lines)
+    k = rows_from(k, k_strides, at.first_k, SEQUENCES)
+    mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, at, at.row_q, layout, SEQUENCES, MASK)
     if visit & (first < shape.seqlen_q):
         rows = first + tl.arange(0, BLOCK_M)
         last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
@@ -134,12 +113,14 @@ def pair_rows_kernel(
                 BLOCK_M, BLOCK_N, TMA, SEQUENCES != NO_SEQUENCES,
             )  # fmt: skip
             k_tile = load_tile(
-                k, k_strides, b_row, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim,
+                k, k_strides, at.b_k, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, COLUMNS, TMA, WIDE, True, PAD_D, column,
             )  # fmt: skip
             acc = tl.dot(ds, k_tile, acc)
-        at = dq + ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
-        tl.store(at, (acc * scale).to(dq.dtype.element_ty), mask=is_line[:, None] & (dims < shape.head_dim)[None, :])
+        rows_q = dq + ((at.row_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
+        tl.store(
+            rows_q, (acc * scale).to(dq.dtype.element_ty), mask=is_line[:, None] & (dims < shape.head_dim)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -196,24 +177,17 @@ def pair_columns_kernel(
     own_owner = program // tiles_n
     b, h_first, exists = head_at(own_owner, first_owner, end_owner, 0, 1, shape, SEQUENCES)
     h_k = h_first // shape.group
-    first_line_row = b * 0
-    if SEQUENCES == NO_SEQUENCES:
-        b_row = b
-        first_place = tile_n * BLOCK_N
-        first_key_row = b * shape.seqlen_k
-        if ADD:
-            first_key_row = b * 0
-    else:
-        own, place = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        b = own.to(tl.int64)
-        b_row = b * (0 if SEQUENCES == PACKED else 1)
-        first_place = place * BLOCK_N
-        first_key_row = b_row * layout.rows_k + first_k
-        first_line_row = b_row * layout.rows_q + first_q
-        x += first_q.to(tl.int64) * x_strides.row
-        if MASK == TILES:
-            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_line_row, first_key_row, own)
+    own = b
+    if SEQUENCES != NO_SEQUENCES:
+        own, tile_n = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
+    first_place = tile_n * BLOCK_N
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b
+    first_line_row = line_of(at, SEQUENCES)
+    first_key_row = tl.zeros_like(b) if SEQUENCES == NO_SEQUENCES and ADD else at.row_k
+    x = rows_from(x, x_strides, at.first_q, SEQUENCES)
+    mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, at, at.row_k, layout, SEQUENCES, MASK)
     count = shape.seqlen_k
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_first + first_member, MASK)
     if MASK == KEYS:
@@ -260,18 +234,18 @@ def pair_columns_kernel(
                         BLOCK_M, BLOCK_N, TMA, SEQUENCES != NO_SEQUENCES,
                     )  # fmt: skip
                     x_tile = load_tile(
-                        x, x_strides, b_row, h, first, rows, shape.seqlen_q, dims, width,
+                        x, x_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, width,
                         BLOCK_M, COLUMNS, TMA, WIDE, True, PAD, column,
                     )  # fmt: skip
                     acc = tl.dot(tl.trans(tile), x_tile, acc)
         stored = (keys < shape.seqlen_k)[:, None] & (dims < width)[None, :]
         if ADD:
-            at = dx + (own_owner.to(tl.int64) * key_rows + first_key_row + keys)[:, None] * width + dims[None, :]
-            tl.store(at, tl.load(at, mask=stored, other=0.0) + acc * factor, mask=stored)
+            line = dx + (own_owner.to(tl.int64) * key_rows + first_key_row + keys)[:, None] * width + dims[None, :]
+            tl.store(line, tl.load(line, mask=stored, other=0.0) + acc * factor, mask=stored)
         else:
             heads_k = shape.num_heads // shape.group
-            at = dx + ((first_key_row + keys) * heads_k + h_k)[:, None] * width + dims[None, :]
-            tl.store(at, (acc * factor).to(dx.dtype.element_ty), mask=stored)
+            line = dx + ((first_key_row + keys) * heads_k + h_k)[:, None] * width + dims[None, :]
+            tl.store(line, (acc * factor).to(dx.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -301,25 +275,24 @@ def pair_sums_kernel(
     slot = program // blocks
     most_keys = shape.seqlen_k
     number = parts
-    part = slot * 0
+    part = tl.zeros_like(slot)
     if SEQUENCES != NO_SEQUENCES:
         own = slot % layout.number
         slot = slot // layout.number
     b, h, exists = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     if SEQUENCES == NO_SEQUENCES:
-        at = sums + (b * shape.num_heads + h) * shape.seqlen_k
+        sums_of_head = sums + (b * shape.num_heads + h) * shape.seqlen_k
     else:
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        b = own.to(tl.int64)
-        first_row = b * (0 if SEQUENCES == PACKED else 1) * layout.rows_q + first_q
+        first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+        at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
         number = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        part = (first_row // BLOCK_M).to(tl.int32) + own
-        at = sums + (b * (1 - layout.bias_keys) * shape.num_heads + h) * layout.dbias_keys
-        at += first_k * layout.bias_keys
+        part = (at.row_q // BLOCK_M).to(tl.int32) + own
+        sums_of_head = sums + (at.b * (1 - layout.bias_keys) * shape.num_heads + h) * layout.dbias_keys
+        sums_of_head += at.first_k * layout.bias_keys
     if exists:
         is_key = keys < shape.seqlen_k
-        acc = tl.load(at + keys, mask=is_key, other=0.0)
+        acc = tl.load(sums_of_head + keys, mask=is_key, other=0.0)
         line = key_parts + (slot.to(tl.int64) * parts + part) * most_keys
         for tile in range(0, number):
             acc += tl.load(line + tile * most_keys + keys, mask=is_key, other=0.0)
-        tl.store(at + keys, acc, mask=is_key)
+        tl.store(sums_of_head + keys, acc, mask=is_key)

@@ -17,37 +17,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward_keys import KEY_SUM, NO_DBIAS, STORE, store_rows, store_tile
-from .dropout import is_kept
-from .scores import (
+from .bias_forms import (
+    KEY_SUM,
+    NO_DBIAS,
+    ROW_BIAS,
+    STORE,
     add_bias,
+    bias_from,
     bias_vector,
-    masked_scores,
-    probabilities,
-    scaled,
-    score_gradients,
-    sink_logits,
+    store_rows,
+    store_tile,
     values_of_tile,
 )
-from .tile_ops import (
-    DENSE,
-    KEYS,
-    NO_BIAS,
-    NO_SEQUENCES,
-    PACKED,
-    ROW_BIAS,
-    TILE,
-    TILES,
-    band_of_queries,
-    bounds_of,
-    entry_of,
-    load_low_delta,
-    load_tile,
-    mask_head,
-    scores_from,
-    sequence_at,
-    tiles_of_rows,
-)
+from .dropout import is_kept
+from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
+from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at, tiles_of_rows
+from .tile_ops import KEYS, TILE, TILES, band_of_queries, class_at, load_low_delta, load_tile, mask_head
 
 # Programs that run together have this many tiles of queries in common, so that they read few tiles of q and of k.
 BAND_OF_TILES: tl.constexpr = tl.constexpr(8)
@@ -65,7 +50,25 @@ def head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCE
         heads_k = shape.num_heads // shape.group
         return (owner // heads_k).to(tl.int64), owner % heads_k * shape.group + member, exists
     else:
-        return (owner * 0).to(tl.int64), owner * shape.group + member, exists
+        return tl.zeros_like(owner).to(tl.int64), owner * shape.group + member, exists
+
+
+@triton.jit
+def tiles_of_chunk(lines, shape, layout, SEQUENCES: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many tiles of queries a slot has: its lines fill them, or beside sequences all queries do."""
+    if SEQUENCES == NO_SEQUENCES:
+        return lines // BLOCK
+    else:
+        return tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK)
+
+
+@triton.jit
+def line_of(at, SEQUENCES: tl.constexpr):
+    """Return the line of the first query of an entry or of a sequence."""
+    if SEQUENCES == NO_SEQUENCES:
+        return tl.zeros_like(at.b)
+    else:
+        return at.row_q
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -101,7 +104,7 @@ def pairs_kernel(
     shape,
     score_scale,
     softcap,
-    distances,
+    extent,
     layout,
     dropout,
     members,
@@ -142,10 +145,7 @@ def pairs_kernel(
     score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    if SEQUENCES == NO_SEQUENCES:
-        tiles_m = lines // BLOCK_M
-    else:
-        tiles_m = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
+    tiles_m = tiles_of_chunk(lines, shape, layout, SEQUENCES, SEARCH, BLOCK_M)
     tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
     most_keys = shape.seqlen_k
     slot = program // (tiles_m * tiles_n)
@@ -156,50 +156,37 @@ def pairs_kernel(
     first_place = in_band // rows_of_band * BLOCK_N
     b, h, visit = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     h_k = h // shape.group
-    if SEQUENCES == NO_SEQUENCES:
-        b_row = b
-        first = first_line + tile_m * BLOCK_M
-        first_row = b * 0
-        first_q = 0
-        statistics = (b * shape.num_heads + h) * shape.seqlen_q
-        few = False
-        part = tile_m
-    else:
+    first = first_line + tile_m * BLOCK_M
+    part = tile_m
+    own = b
+    if SEQUENCES != NO_SEQUENCES:
         own, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        b = own.to(tl.int64)
-        b_row = b * (0 if SEQUENCES == PACKED else 1)
         first = place * BLOCK_M
-        first_row = b_row * layout.rows_q + first_q
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b
+    first_row = line_of(at, SEQUENCES)
+    if SEQUENCES != NO_SEQUENCES:
         visit &= (first_row + first + BLOCK_M > first_line) & (first_row + first < first_line + lines)
         visit &= first_place < shape.seqlen_k
-        statistics = (b_row * shape.num_heads + h) * layout.rows_q + first_q
-        few = shape.seqlen_k <= layout.few_keys
         part = (first_row // BLOCK_M).to(tl.int32) + own + place
-        q += first_q.to(tl.int64) * q_strides.row
-        dout += first_q.to(tl.int64) * dout_strides.row
-        k += first_k.to(tl.int64) * k_strides.row
-        v += first_k.to(tl.int64) * v_strides.row
-        if BIAS != NO_BIAS:
-            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
-        if MASK == DENSE:
-            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        if MASK == TILES:
-            mask_data += first_row * mask_strides.row
+    statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
+    q = rows_from(q, q_strides, at.first_q, SEQUENCES)
+    dout = rows_from(dout, dout_strides, at.first_q, SEQUENCES)
+    k = rows_from(k, k_strides, at.first_k, SEQUENCES)
+    v = rows_from(v, v_strides, at.first_k, SEQUENCES)
+    bias = bias_from(bias, bias_strides, at, layout, SEQUENCES, BIAS, False)
+    mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, at, at.row_q, layout, SEQUENCES, MASK)
     visit &= first < shape.seqlen_q
     rows = first + tl.arange(0, BLOCK_M)
     row_ok = rows < shape.seqlen_q
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
     if visit:
         if MASK == TILES:
-            h_m = (h // mask_strides.group).to(tl.int64)
-            # A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
             tile = (first // TILE).to(tl.int64)
             if SEQUENCES != NO_SEQUENCES:
                 tile += first_row // TILE + b
-            line = entry_of(b, mask_strides) * mask_strides.list_batch + h_m * mask_strides.list_head
-            line = (line + tile * mask_strides.list_row) // mask_strides.list_row * (mask_strides.list_row - 2)
-            visit = tl.load(classes + line + first_place // TILE) != 0
+            visit = tl.load(class_at(classes, mask_strides, b, h, tile, first_place)) != 0
         else:
             last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
             lo, _, _, hi = band_of_queries(first, last, shape, LEFT, RIGHT)
@@ -214,48 +201,48 @@ def pairs_kernel(
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         MAKE_DS: tl.constexpr = STORE_DS or DBIAS != NO_DBIAS
-        for at in range(0, shape.head_dim, DEPTH):
-            dims = at + tl.arange(0, DEPTH)
+        for column in range(0, shape.head_dim, DEPTH):
+            dims = column + tl.arange(0, DEPTH)
             q_tile = load_tile(
-                q, q_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-                BLOCK_M, DEPTH, TMA, WIDE, True, PAD_D, at,
+                q, q_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                BLOCK_M, DEPTH, TMA, WIDE, True, PAD_D, column,
             )  # fmt: skip
             k_tile = load_tile(
-                k, k_strides, b_row, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, DEPTH, TMA, WIDE, True, PAD_D, at,
+                k, k_strides, at.b_k, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, DEPTH, TMA, WIDE, True, PAD_D, column,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), s)
             if EQUAL_DIMS and MAKE_DS:
                 g_tile = load_tile(
-                    dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim_v,
-                    BLOCK_M, DEPTH, TMA, WIDE, True, PAD_DV, at,
+                    dout, dout_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim_v,
+                    BLOCK_M, DEPTH, TMA, WIDE, True, PAD_DV, column,
                 )  # fmt: skip
                 v_tile = load_tile(
-                    v, v_strides, b_row, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim_v,
-                    BLOCK_N, DEPTH, TMA, WIDE, True, PAD_DV, at,
+                    v, v_strides, at.b_k, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim_v,
+                    BLOCK_N, DEPTH, TMA, WIDE, True, PAD_DV, column,
                 )  # fmt: skip
                 dp = tl.dot(g_tile, tl.trans(v_tile), dp)
         if MAKE_DS and not EQUAL_DIMS:
-            for at in range(0, shape.head_dim_v, DEPTH):
-                dims = at + tl.arange(0, DEPTH)
+            for column in range(0, shape.head_dim_v, DEPTH):
+                dims = column + tl.arange(0, DEPTH)
                 g_tile = load_tile(
-                    dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim_v,
-                    BLOCK_M, DEPTH, TMA, WIDE, True, PAD_DV, at,
+                    dout, dout_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim_v,
+                    BLOCK_M, DEPTH, TMA, WIDE, True, PAD_DV, column,
                 )  # fmt: skip
                 v_tile = load_tile(
-                    v, v_strides, b_row, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim_v,
-                    BLOCK_N, DEPTH, TMA, WIDE, True, PAD_DV, at,
+                    v, v_strides, at.b_k, h_k, first_place, keys, shape.seqlen_k, dims, shape.head_dim_v,
+                    BLOCK_N, DEPTH, TMA, WIDE, True, PAD_DV, column,
                 )  # fmt: skip
                 dp = tl.dot(g_tile, tl.trans(v_tile), dp)
         BIASED: tl.constexpr = BIAS > ROW_BIAS
         s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
         window = values_of_tile(
-            bias_head, bias_strides, first, first_place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+            bias_head, bias_strides, first, first_place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
         )
         s = add_bias(
             s, factor, bias, bias_head, vector, window, bias_strides, b, h, first, first_place, rows, keys, shape,
-            distances, BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, MASK == KEYS,
+            extent, BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, MASK == KEYS,
         )  # fmt: skip
         if EDGES:
             s = masked_scores(
@@ -285,7 +272,7 @@ def pairs_kernel(
             else:
                 tl.store(p_pairs + at_pairs, weights.to(p_pairs.dtype.element_ty), mask=is_line[:, None])
         if MAKE_DS:
-            ds, _ = score_gradients(p, dp, d, few, 1, FEW_KEYS, SEQUENCES)
+            ds, _ = score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)
             if DBIAS == KEY_SUM:
                 sums = tl.sum(tl.where(is_line[:, None], ds, 0.0), 0)
                 at_sums = key_parts + (slot.to(tl.int64) * parts + part) * most_keys
@@ -294,7 +281,7 @@ def pairs_kernel(
                 if SEQUENCES == NO_SEQUENCES:
                     store_tile(dbias, ds, b, h, first, first_place, keys, shape, BLOCK_M, BLOCK_N, False)
                 else:
-                    store_rows(dbias, ds, b, h, first_q, rows, keys, shape, layout)
+                    store_rows(dbias, ds, b, h, at.first_q, rows, keys, shape, layout)
             if STORE_DS:
                 if SOFTCAP:
                     ds = ds * slope

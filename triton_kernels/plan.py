@@ -9,35 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_tma
+from flash_dmattn.problem import Flags, MaskView, device_arch, fits_tma
 from flash_dmattn.reference.dropout import scale_of, threshold_of
 
+from .bias_forms import ROW_BIAS, TILE_BIAS, form_of, has_flat_blocks
 from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
+from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
-from .tile_ops import (
-    BAND,
-    BANDED,
-    BOUNDS,
-    CLAMPED,
-    DENSE,
-    DISTANCES,
-    KEY_BIAS,
-    KEYS,
-    LOG2E,
-    NO_BIAS,
-    NO_SEQUENCES,
-    ROW_BIAS,
-    TILE_BIAS,
-    TILES,
-    TREE,
-    BiasStrides,
-    Distances,
-    MaskStrides,
-    Shape,
-    Strides,
-)
+from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
 from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
@@ -86,7 +67,6 @@ _MASK_KINDS = {
     "intervals": BOUNDS.value,
     "tree": TREE.value,
 }
-_BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.value}
 
 
 class Call:
@@ -125,13 +105,7 @@ class Call:
         self.arch = device_arch(q.device)
         self.num_sms = 1 if properties is None else properties.multi_processor_count
         self.mask_kind = _MASK_KINDS[mask.form]
-        self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
-        self.distances = None
-        if bias is not None and flags.outside:
-            self.bias_kind = CLAMPED.value if flags.outside == "clamp" else DISTANCES.value
-            if bias.shape[2] > 1:
-                self.bias_kind = BANDED.value
-            self.distances = Distances(flags.zero, bias.shape[3])
+        self.bias_kind, self.extent = form_of(bias, flags)
         # Prepared masks include the band, except for masks of kept keys.
         folded = mask.form in ("tiles", "sequence_tiles", "intervals")
         self.band = (False, False) if folded else (left >= 0, right >= 0)
@@ -266,7 +240,6 @@ class Call:
             "sink_of_row": self.sink_strides[1],
             "layout": None,
             "dropout": self.dropout,
-            "distances": self.distances,
             "BLOCK_D": self.block_d,
             "BLOCK_DV": self.block_dv,
             "MASK": self.mask_kind,
@@ -287,6 +260,8 @@ class Call:
             "SEARCH": False,
             "DROPOUT": self.has_dropout,
             "HEADS_FIRST": self.heads_first,
+            "extent": self.extent,
+            "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind),
         }
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:

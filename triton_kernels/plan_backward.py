@@ -19,14 +19,16 @@ from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
 from .backward_diagonals import backward_diagonals_kernel
 from .backward_gather import backward_gather_kernel
-from .backward_keys import BY_QUERY, ENDS, KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_keys import backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
+from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, ROW_BIAS, TILES, Shape
+from .sequences import NO_SEQUENCES
+from .tile_ops import BAND, KEYS, TILES, Shape
 from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
@@ -43,7 +45,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
-    by_distance = need_bias and call.distances is not None
+    by_distance = need_bias and call.extent is not None
     if need_bias and bias is not None and not by_distance:
         dbias_class = bias_class(bias.shape)
         per_row, per_key, per_score = (dbias_class == name for name in ("query", "key", "score"))

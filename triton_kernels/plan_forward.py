@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.problem.inputs import Inputs
 
+from .bias_forms import has_flat_blocks
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch, by_name
@@ -41,6 +42,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     if few:  # two programs to an SM if a program has to read the places of keys before the keys
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
+    one_loop = few and edges and call.mask_kind != TILES.value
     launch = call.launch(
         forward_kernel,
         programs * splits * parts,
@@ -54,7 +56,8 @@ def plan_forward(call: Call) -> Callable[..., None]:
         EDGES=edges,
         PAGE=0,
         GROUPED=False,
-        ONE_LOOP=few and edges and call.mask_kind != TILES.value,
+        ONE_LOOP=one_loop,
+        FLAT=not one_loop and has_flat_blocks(call.bias_kind, call.mask_kind),
     )
     return run_in_shares(call, launch, shape, splits)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient
 from flash_dmattn.problem import MaskView
 
-from .backward_keys import KEY_SUM, STORE
+from .bias_forms import KEY_SUM, STORE
 from .kernel_launch import Descriptor, Launch, by_name
 from .pair_products import pair_columns_kernel, pair_rows_kernel, pair_sums_kernel
 from .pairs import pairs_kernel

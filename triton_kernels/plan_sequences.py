@@ -14,7 +14,7 @@ from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, Sequence
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
-from .backward_keys import KEY_SUM, NO_DBIAS, STORE
+from .bias_forms import KEY_SUM, NO_DBIAS, ROW_BIAS, STORE, TILE_BIAS
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .gpus import LIKE_HOPPER
@@ -23,17 +23,8 @@ from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_bias, plan_delta, plan_keys, plan_queries
 from .plan_forward import forward_values, run_in_shares
 from .plan_pairs import plan_pairs
-from .tile_ops import (
-    PACKED,
-    PADDED,
-    PAGED,
-    PAGED_PACKED,
-    ROW_BIAS,
-    TILE_BIAS,
-    BiasStrides,
-    MaskStrides,
-    SequenceLayout,
-)
+from .sequences import PACKED, PADDED, PAGED, PAGED_PACKED, SequenceLayout
+from .tile_ops import BiasStrides, MaskStrides
 from .tile_table import Tile, tile_of_short_sequences
 
 _LAYOUTS = {
@@ -222,8 +213,9 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
-    # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
-    if is_few and call.spec.layout != "packed" and not call.has_dropout and call.distances is None:
+    # dropout: its random numbers go by tiles of queries of one head. Not a bias whose form has an
+    # extent, because it goes by the positions of queries, and rows are no positions then.
+    if is_few and call.spec.layout != "packed" and not call.has_dropout and call.extent is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch in LIKE_HOPPER and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL

@@ -14,13 +14,14 @@ from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import sink_gradient
 
+from .bias_forms import TILE_BIAS
 from .plan import Call, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kernel
 from .short_calls import ShortCall, ShortTile, backward_tiles, forward_tile
 from .short_forward import short_forward_kernel
 from .short_rows import Walk
-from .tile_ops import DENSE_ROW, TILE_BIAS
+from .tile_ops import DENSE_ROW
 
 
 def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:

@@ -8,27 +8,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import ROW_BIAS, row_values
+from .sequences import NO_SEQUENCES
 from .tile_ops import (
-    BANDED,
-    CLAMPED,
     DENSE,
-    DISTANCES,
-    KEY_BIAS,
+    LN2,
     LOG2E,
-    NO_SEQUENCES,
-    ROW_BIAS,
-    TILE_BIAS,
     TILES,
     TREE,
     bits_of,
     in_band,
-    load_bias,
     load_bools,
     load_rows_of_heads,
-    load_vector,
     renormalize,
-    row_values,
-    shared_head,
     soft_cap,
 )
 from .tree_mask import tree_allows
@@ -48,177 +40,6 @@ def scaled(products, score_scale, softcap, SOFTCAP: tl.constexpr, BIASED: tl.con
             return t, softcap * LOG2E, slope
     else:
         return products, score_scale, 1.0
-
-
-@triton.jit
-def bias_vector(bias, strides, b, h, keys, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
-    """Prepare a bias for `add_bias`: (pointer to its head, its values of keys that all tiles share if AXIS is 0)."""
-    if BIAS > ROW_BIAS and BIAS != TILE_BIAS:
-        head = shared_head(bias, strides, b, h)
-        if BIAS == KEY_BIAS and AXIS == 0:
-            return head, load_vector(head, keys, shape.seqlen_k, strides.key)
-        else:
-            return head, 0.0
-    else:
-        return 0, 0.0
-
-
-@triton.jit
-def add_bias(
-    x, factor, bias, head, vector, window, strides, b, h, first, first_key, rows, keys, shape, distances,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr, GATHERED: tl.constexpr,
-):  # fmt: skip
-    """Make a tile of scores out of what `scaled` returned: x * factor plus the bias.
-
-    There is one rounding, the same in every kernel. Next to a bias of 1e9 it is up to 32, and p = exp(s - lse) is right
-    because both passes have the same s.
-
-    `vector` is from `bias_vector`, `window` from `values_of_tile`. With GROUPED the rows belong to several heads. With
-    GATHERED the keys of the tile are no run.
-    """
-    if BIAS == TILE_BIAS:
-        if GROUPED:
-            tile = load_rows_of_heads(bias, strides, b, h, rows, keys, shape)
-        else:
-            tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, TMA, WIDE)
-        if AXIS == 0:
-            tile = tl.trans(tile)
-        return tl.fma(x, factor, tile.to(tl.float32))
-    elif BIAS == KEY_BIAS:
-        if AXIS == 1:
-            vector = load_vector(head, keys, shape.seqlen_k, strides.key)
-        return tl.fma(x, factor, tl.expand_dims(vector, 1 - AXIS))
-    elif BIAS == DISTANCES or BIAS == CLAMPED:
-        if GATHERED:
-            values = values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
-        else:
-            values = spread(window, BLOCK_M, BLOCK_N, AXIS)
-        return tl.fma(x, factor, values)
-    elif BIAS == BANDED:
-        line = rows.to(tl.int64) * strides.row
-        at, inside = in_values(line, strides.key, rows, keys, shape, distances, AXIS)
-        return tl.fma(x, factor, tl.load(head + at, mask=inside, other=0.0).to(tl.float32))
-    else:
-        return x * factor
-
-
-@triton.jit
-def in_values(line, stride, rows, keys, shape, distances, AXIS: tl.constexpr):
-    """Return where the values of a tile lie that has a bias of one per query and distance, and which scores have one.
-
-    `line` says where the values of each query begin, `stride` how far they lie apart.
-    """
-    places = places_of(rows, keys, shape, distances, AXIS)
-    inside = (places >= 0) & (places < distances.number)
-    inside &= tl.expand_dims(rows < shape.seqlen_q, AXIS) & tl.expand_dims(keys < shape.seqlen_k, 1 - AXIS)
-    return tl.expand_dims(line, AXIS) + places * stride, inside
-
-
-@triton.jit
-def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
-    """Make the tile of a window of values: every score gets the value of its distance.
-
-    It goes through shared memory and into the layout of the scores. A tile of loads would take another layout, the
-    registers of its addresses, and shared memory of its own size.
-    """
-    steps = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - tl.expand_dims(tl.arange(0, BLOCK_M), AXIS)
-    places = tl.reshape(steps + (BLOCK_M - 1), (BLOCK_M * BLOCK_N,))
-    return tl.reshape(tl.gather(window, places, 0), steps.shape)
-
-
-@triton.jit
-def values_at(head, strides, places, distances, BIAS: tl.constexpr):
-    """Load the values at places of a bias by distance; places beyond them get its ends, or 0."""
-    inside = tl.minimum(tl.maximum(places, 0), distances.number - 1)
-    values = tl.load(head + inside * strides.key).to(tl.float32)
-    if BIAS == DISTANCES:
-        values = tl.where(inside == places, values, 0.0)
-    return values
-
-
-@triton.jit
-def values_of_tile(
-    head, strides, first, first_key, shape, distances,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GATHERED: tl.constexpr,
-):  # fmt: skip
-    """Load the values of a bias by distance for a tile: value t is for key - query = t - (BLOCK_M - 1) from its corner.
-
-    Loaded before the products of the tile, they have arrived when `add_bias` needs them. Zero for other biases.
-    """
-    if (BIAS == DISTANCES or BIAS == CLAMPED) and not GATHERED:
-        corner = distances.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q)
-        places = corner - (BLOCK_M - 1) + tl.arange(0, triton.next_power_of_2(BLOCK_M + BLOCK_N))
-        return values_at(head, strides, places, distances, BIAS)
-    else:
-        return 0
-
-
-@triton.jit
-def end_values(head, strides, distances, BIAS: tl.constexpr):
-    """Return what scores before and beyond the values of a bias by distance get."""
-    if BIAS == CLAMPED:
-        last = tl.load(head + (distances.number - 1) * strides.key)
-        return tl.load(head).to(tl.float32), last.to(tl.float32)
-    else:
-        return 0.0, 0.0
-
-
-@triton.jit
-def near_blocks(
-    first, start, inside, before_values, beyond_values, shape, distances,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
-):  # fmt: skip
-    """Count the blocks of a run that a bias by distance has values for: (blocks before these, these).
-
-    All scores of another block are beyond one end of the values. The run has `inside` blocks from block `start` on: of
-    keys, beside a tile whose first query is `first`, or with AXIS 0 of queries, beside a first key.
-
-    Loops over other blocks take the value of their end from the maximum or lse of a row, and never round its sum with
-    a score. Beside a great end, from `end_values`, that would be another score than in a pass whose blocks lie
-    otherwise, so all blocks then count.
-    """
-    zero = distances.zero - (shape.seqlen_k - shape.seqlen_q)
-    if AXIS == 1:
-        low = first - zero - (BLOCK_N - 1)
-        high = first - zero + distances.number + (BLOCK_M - 1)
-        BLOCK: tl.constexpr = BLOCK_N
-    else:
-        low = first + zero - distances.number - (BLOCK_M - 2)
-        high = first + zero + BLOCK_N
-        BLOCK: tl.constexpr = BLOCK_M
-    if BIAS == CLAMPED:  # what is at an end gets the same as what is beyond
-        low += 1
-        high -= 1
-    begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low, 0), BLOCK), start), start + inside)
-    end = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK), begin), start + inside)
-    if BIAS == CLAMPED:
-        great = is_great(before_values) | is_great(beyond_values)
-        begin = tl.where(great, start, begin)
-        end = tl.where(great, start + inside, end)
-    return (begin - start).to(tl.int32), (end - begin).to(tl.int32)
-
-
-@triton.jit
-def is_great(value):
-    """Return whether the sum of a finite value and a score may be rounded by more than 1e-5."""
-    return (tl.abs(value) > 256.0) & (tl.abs(value) < float("inf"))
-
-
-@triton.jit
-def block_by_distance(step, nearest, near, IS_NEAR: tl.constexpr):
-    """Return the block of a run at a step of the blocks with values, or of all others; see `near_blocks`."""
-    if IS_NEAR:
-        return step + nearest
-    else:
-        return tl.where(step < nearest, step, step + near)
-
-
-@triton.jit
-def places_of(rows, keys, shape, distances, AXIS: tl.constexpr):
-    """Return the place of each score of a tile among the values of a bias by distance."""
-    steps = tl.expand_dims(keys, 1 - AXIS) - tl.expand_dims(rows, AXIS)
-    return steps + (distances.zero - (shape.seqlen_k - shape.seqlen_q))
 
 
 @triton.jit
@@ -242,6 +63,31 @@ def masked_scores(
         elif MASK == TREE:
             allowed &= tree_allows(data, first_key, rows, keys, strides.row, shape, BLOCK_N)
     return tl.where(allowed, s, float("-inf"))
+
+
+@triton.jit
+def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
+    """Return lse of rows as (great, small), to be added, and the divisor of out: `great` may hide all of `small`.
+
+    Args:
+        row_max: in base 2, or natural where the bias adds to scores.
+        row_sum: of exp(score - row_max). It is 0 in rows without keys alone: the greatest score of a row adds 1.
+        values: of a bias of one value per query.
+        BIAS: how the bias is read.
+    """
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    great = row_max
+    small = tl.math.log2(total) * LN2
+    if BIAS <= ROW_BIAS:
+        great = row_max * LN2
+    if BIAS == ROW_BIAS:
+        small += great
+        # In the formula a row of -inf has no keys, and one of +inf is NaN, as inf - inf is.
+        great = tl.where(values == float("inf"), float("nan"), values)
+        total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
+        total = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), great), tl.where(empty, 0.0, small), total
 
 
 @triton.jit

@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import ROW_BIAS, row_values
 from .dropout import is_kept
 from .scores import exp_of_rows, row_totals, scaled, sink_logits
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, ROW_BIAS, load_tile, lse_less, renormalize, row_values, split_lse
+from .tile_ops import LOG2E, load_tile, lse_less, renormalize, split_lse
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
 # ds over the heads of a walk, with a slot for each chunk of the walk.

@@ -8,10 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import ROW_BIAS, row_values
 from .dropout import is_kept
-from .scores import exp_of, scaled
+from .scores import exp_of, log_sums, scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOWEST, ROW_BIAS, join_sink, load_tile, log_sums, row_values, store_lse
+from .tile_ops import LOWEST, join_sink, load_tile, store_lse
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import BAND, DENSE, DENSE_ROW, ROW_BIAS, TILES, bits_of, in_band, load_bias, reader_of, shared_head
+from .bias_forms import ROW_BIAS, load_bias
+from .tile_ops import BAND, DENSE, DENSE_ROW, TILES, bits_of, in_band, reader_of, shared_head
 
 
 class Walk(NamedTuple):

@@ -21,52 +21,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bias_forms import ROW_BIAS, add_bias, bias_from, bias_vector, row_values, values_of_tile
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, exp_of, masked_scores, scaled, values_of_tile
+from .scores import exp_of, log_sums, masked_scores, scaled
+from .sequences import (
+    NO_SEQUENCES,
+    bounds_of,
+    entry_of_tile,
+    load_keys,
+    mask_from,
+    pages_from,
+    place_of,
+    rows_from,
+    tiles_of_queries,
+)
 from .tile_ops import (
-    DENSE,
+    EDGE,
+    INSIDE,
     KEYS,
     LOWEST,
-    NO_BIAS,
-    NO_SEQUENCES,
-    PACKED,
-    PAGED,
-    PAGED_PACKED,
-    ROW_BIAS,
-    TILES,
     TREE,
     block_at,
-    bounds_of,
     join_sink,
     keys_of_queries,
-    load_pages,
     load_tile,
-    log_sums,
     mask_head,
-    row_values,
-    scores_from,
-    sequence_at,
     store_lse,
-    tiles_from,
-    tiles_of_rows,
 )
 from .tree_mask import keys_of_trees
-
-
-@triton.jit
-def load_keys(
-    x, table, layout, strides, b, h, place, keys, num_keys, dims, num_dims,
-    SEQUENCES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr, column=0,
-):  # fmt: skip
-    """Load the rows of a block of keys, wherever they lie."""
-    if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-        return load_pages(x, table, layout, strides, h, place, keys, num_keys, dims, num_dims, PAGE, BLOCK_N, PAD)
-    else:
-        return load_tile(
-            x, strides, b, h, place, keys, num_keys, dims, num_dims,
-            BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD, column,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -105,7 +87,7 @@ def tangents_kernel(
     softcap,
     layout,
     dropout,
-    distances,
+    extent,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -154,69 +136,50 @@ def tangents_kernel(
     SUMS_REST: tl.constexpr = MOVES_SCORES and q.dtype.element_ty == tl.float32
     program = tl.program_id(0) // COLUMN_PARTS
     column = tl.program_id(0) % COLUMN_PARTS * BLOCK_DV
-    if SEQUENCES == NO_SEQUENCES:
-        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        side = program % SIDE_BY_SIDE
-        program = program // SIDE_BY_SIDE
-        tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-        h = program // tiles_m % shape.num_heads
-        b = (program // tiles_m // shape.num_heads * SIDE_BY_SIDE + side).to(tl.int64)
-        b_q = b
-        b_k = b
-        first_row = b * shape.seqlen_q
-        bias_row = 0
-        statistics = (b * shape.num_heads + h) * shape.seqlen_q
-    else:
-        IS_PACKED: tl.constexpr = SEQUENCES == PACKED or SEQUENCES == PAGED_PACKED
-        tiles = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
-        h = program // tiles
-        own, place = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first_q, first_k, shape = bounds_of(bounds, own, shape)
-        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        if place >= tiles_m:
+    side = program % SIDE_BY_SIDE
+    program = program // SIDE_BY_SIDE
+    tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
+    own, tile, h = entry_of_tile(
+        program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
+    )
+    own = own * SIDE_BY_SIDE + side
+    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+    if SEQUENCES != NO_SEQUENCES:
+        if tile >= tiles_m:
             return
-        tile_m = tiles_m - 1 - place
-        b = own.to(tl.int64)
-        b_q = b * 0 if IS_PACKED else b
-        b_k = b * 0 if SEQUENCES == PACKED else b
-        first_row = b_q * layout.rows_q + first_q
-        bias_row = layout.bias_rows * first_q
-        statistics = (b_q * shape.num_heads + h) * layout.rows_q + first_q
-        q += first_q.to(tl.int64) * q_strides.row
-        k += first_k.to(tl.int64) * k_strides.row
-        v += first_k.to(tl.int64) * v_strides.row
-        if HAS_TQ:
-            tq += first_q.to(tl.int64) * tq_strides.row
-        if HAS_TK:
-            tk += first_k.to(tl.int64) * tk_strides.row
-        if HAS_TV:
-            tv += first_k.to(tl.int64) * tv_strides.row
-        if BIAS != NO_BIAS and not BIAS_TMA:
-            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
-        if TBIAS != NO_BIAS and not TBIAS_TMA:
-            tbias = scores_from(tbias, tbias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
-        if MASK == DENSE:
-            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
-        if MASK == TILES:
-            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
-        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
-            table += b * layout.table_row
-
+    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    b = at.b
     h_k = h // shape.group
-    first = tile_m * BLOCK_M
+    statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
+    q = rows_from(q, q_strides, at.first_q, SEQUENCES)
+    k = rows_from(k, k_strides, at.first_k, SEQUENCES)
+    v = rows_from(v, v_strides, at.first_k, SEQUENCES)
+    if HAS_TQ:
+        tq = rows_from(tq, tq_strides, at.first_q, SEQUENCES)
+    if HAS_TK:
+        tk = rows_from(tk, tk_strides, at.first_k, SEQUENCES)
+    if HAS_TV:
+        tv = rows_from(tv, tv_strides, at.first_k, SEQUENCES)
+    bias = bias_from(bias, bias_strides, at, layout, SEQUENCES, BIAS, BIAS_TMA)
+    tbias = bias_from(tbias, tbias_strides, at, layout, SEQUENCES, TBIAS, TBIAS_TMA)
+    mask_data, mask_index = mask_from(mask_data, mask_index, mask_strides, at, at.row_q, layout, SEQUENCES, MASK)
+    table = pages_from(table, at, layout, SEQUENCES)
+
+    first = (tiles_m - 1 - tile) * BLOCK_M  # under a causal band the longest rows start first
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     rows = first + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     dims_v = column + tl.arange(0, BLOCK_DV)
     q_tile = load_tile(
-        q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+        q, q_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
         BLOCK_M, BLOCK_D, False, True, True, PAD_D,
     )  # fmt: skip
     if NEGATIVE:
         q_tile = -q_tile
     if HAS_TQ:
         tq_tile = load_tile(
-            tq, tq_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            tq, tq_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
             BLOCK_M, BLOCK_D, False, True, True, PAD_D,
         )  # fmt: skip
         if NEGATIVE:
@@ -240,27 +203,27 @@ def tangents_kernel(
     rest = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc_t = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for phase in tl.static_range(0, 2 if EDGES else 1):
-        steps = inside if phase == 0 else before + after
+    for phase in tl.static_range(INSIDE, EDGE + 1 if EDGES else EDGE):
+        steps = inside if phase == INSIDE else before + after
         for step in tl.range(0, steps, num_stages=STAGES):
-            place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            place = block_at(step, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
             k_tile = load_keys(
-                k, table, layout, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+                k, table, layout, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
             )  # fmt: skip
             window = values_of_tile(
-                bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+                bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
             )
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s, factor, slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
             s = add_bias(
-                s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + bias_row, place, rows, keys,
-                shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
+                s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + at.bias_row, place, rows, keys,
+                shape, extent, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
             )  # fmt: skip
-            if phase == 1:
+            if phase == EDGE:
                 s = masked_scores(
                     s, data, mask_strides, b, h, place, rows, keys, shape,
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
@@ -277,18 +240,19 @@ def tangents_kernel(
                     ts = tl.dot(tq_tile, tl.trans(k_tile), ts, input_precision=PRECISION)
                 if HAS_TK:
                     tk_tile = load_keys(
-                        tk, table, layout, tk_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                        SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+                        tk, table, layout, tk_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                        SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
                     )  # fmt: skip
                     ts = tl.dot(q_tile, tl.trans(tk_tile), ts, input_precision=PRECISION)
                 if SOFTCAP:
                     ts *= slope
                 moved = values_of_tile(
-                    tbias_head, tbias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, TBIAS, MASK == KEYS
+                    tbias_head, tbias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, TBIAS, MASK == KEYS
                 )
                 ts = add_bias(
-                    ts, tangent_scale, tbias, tbias_head, tvector, moved, tbias_strides, b, h, first + bias_row, place,
-                    rows, keys, shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
+                    ts, tangent_scale, tbias, tbias_head, tvector, moved, tbias_strides, b, h, first + at.bias_row,
+                    place, rows, keys, shape, extent, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False,
+                    MASK == KEYS,
                 )  # fmt: skip
                 total = total * rescale + tl.sum(p * ts, 1)
                 new_mean = total / tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -305,8 +269,8 @@ def tangents_kernel(
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 p = tl.where(kept, p, 0.0)
             v_tile = load_keys(
-                v, table, layout, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
+                v, table, layout, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, column,
             )  # fmt: skip
             if MOVES_SCORES:
                 acc_t = tl.dot((p * ts).to(v_tile.dtype), v_tile, acc_t, input_precision=PRECISION)
@@ -314,8 +278,8 @@ def tangents_kernel(
             acc_o = tl.dot(weights, v_tile, acc_o, input_precision=PRECISION)
             if HAS_TV:
                 tv_tile = load_keys(
-                    tv, table, layout, tv_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                    SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
+                    tv, table, layout, tv_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                    SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, column,
                 )  # fmt: skip
                 acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
 
@@ -344,7 +308,7 @@ def tangents_kernel(
         acc_t = (acc_t + acc_o * (mean - joint)[:, None]) * share[:, None]
         acc_o = acc_o * share[:, None]
         mean = joint
-    line = ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
+    line = ((at.row_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)

@@ -24,26 +24,13 @@ DENSE_ROW: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(5)
 TREE: tl.constexpr = tl.constexpr(6)
 
-# How sequences lie in memory: see `Layout` of `flash_dmattn.problem`.
-NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
-PACKED: tl.constexpr = tl.constexpr(1)
-PADDED: tl.constexpr = tl.constexpr(2)
-PAGED: tl.constexpr = tl.constexpr(3)
-PAGED_PACKED: tl.constexpr = tl.constexpr(4)
-
-# How a bias is read: not at all, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per
-# distance, 0 beyond the values, or the first or last value. BANDED: one per query and distance, 0 beyond.
-# Up to ROW_BIAS nothing is added to scores: a value of a whole row moves its lse alone.
-NO_BIAS: tl.constexpr = tl.constexpr(0)
-ROW_BIAS: tl.constexpr = tl.constexpr(1)
-KEY_BIAS: tl.constexpr = tl.constexpr(2)
-TILE_BIAS: tl.constexpr = tl.constexpr(3)
-DISTANCES: tl.constexpr = tl.constexpr(4)
-CLAMPED: tl.constexpr = tl.constexpr(5)
-BANDED: tl.constexpr = tl.constexpr(6)
+# The loops of a walk, in their order. NEAR: where a bias has flat blocks (`flat_blocks`), the others that need no mask
+# check. INSIDE: the rest that need none. EDGE: blocks that need one.
+NEAR: tl.constexpr = tl.constexpr(-1)
+INSIDE: tl.constexpr = tl.constexpr(0)
+EDGE: tl.constexpr = tl.constexpr(1)
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a tile of a packed mask
-NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
 
 
 class Shape(NamedTuple):
@@ -58,31 +45,6 @@ class Shape(NamedTuple):
     head_dim_v: int
     left: int
     right: int
-
-
-class SequenceLayout(NamedTuple):
-    """Where the sequences of a call lie; `Shape` has upper bounds of their lengths.
-
-    `rows_q` and `rows_k` count the rows of packed tokens, or the slots of one sequence. `mask_rows` is 1 where the rows
-    of the mask are packed queries, else 0; `mask_keys`, `bias_rows` and `bias_keys` likewise. A row of the table of
-    pages has `table_row` entries. Sequences of at most `few_keys` keys take delta from p and dp, as calls with FEW_KEYS
-    do. Sequences of at most `one_pass_keys` keys, -1 for none, get dq from the kernel of dk and dv. A head of the
-    gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
-    """
-
-    number: int
-    rows_q: int
-    rows_k: int
-    mask_rows: int
-    mask_keys: int
-    bias_rows: int
-    bias_keys: int
-    pages: int
-    table_row: int
-    few_keys: int
-    one_pass_keys: int
-    dbias_rows: int
-    dbias_keys: int
 
 
 class Strides(NamedTuple):
@@ -107,13 +69,6 @@ class BiasStrides(NamedTuple):
     group: int
     repeat: int
     entries: int
-
-
-class Distances(NamedTuple):
-    """The place of distance 0 among the values of a bias by distance, and how many values it has."""
-
-    zero: int
-    number: int
 
 
 class MaskStrides(NamedTuple):
@@ -188,110 +143,6 @@ def load_tile(
 
 
 @triton.jit
-def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return an upper bound on the tiles that the rows of all sequences have: the tiles that `sequence_at` numbers."""
-    if SEARCH:
-        return rows // BLOCK + number
-    else:
-        return tl.maximum(tl.cdiv(most, BLOCK), 1) * number
-
-
-@triton.jit
-def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the sequence of a tile of rows, and the number of the tile in that sequence, which may be beyond its last.
-
-    Without SEARCH each sequence has tiles for `most` rows. With SEARCH, for lengths that differ much, tiles are
-    numbered along the packed tokens: the tiles of sequence s begin at number first // BLOCK + s, so that two sequences
-    never share a number. COLUMN of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
-    """
-    if SEARCH:
-        low = 0
-        high = number
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_later = tl.load(bounds + middle * 4 + COLUMN) // BLOCK + middle > tile
-            low = tl.where(is_later, low, middle)
-            high = tl.where(is_later, middle, high)
-        place = tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
-        # Tiles before the first sequence get a number that no sequence reaches, so that callers skip them.
-        return low, tl.where(place < 0, NOWHERE // BLOCK, place)
-    else:
-        tiles_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
-        return tile // tiles_each, tile % tiles_each
-
-
-@triton.jit
-def shape_of(shape, seqlen_q, seqlen_k):
-    """Make the shape of one sequence of a call."""
-    return Shape(
-        shape.batch,
-        seqlen_q,
-        seqlen_k,
-        shape.num_heads,
-        shape.group,
-        shape.head_dim,
-        shape.head_dim_v,
-        shape.left,
-        shape.right,
-    )
-
-
-@triton.jit
-def bounds_of(bounds, own, shape):
-    """Read the first query and the first key of a sequence, and its shape."""
-    at = bounds + own * 4
-    return tl.load(at), tl.load(at + 2), shape_of(shape, tl.load(at + 1), tl.load(at + 3))
-
-
-@triton.jit
-def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
-    """Move a mask or a bias to the first element that a sequence reads."""
-    return x + first_q.to(tl.int64) * rows_packed * strides.row + first_k.to(tl.int64) * keys_packed * strides.key
-
-
-@triton.jit
-def tiles_from(data, index, strides, first_row, first_place, own):
-    """Move bits and lists to where a sequence begins.
-
-    Bits have a row for each query of all sequences, so they begin at the first query. Lists are numbered as
-    `SequenceTileMask` does it: `first_place` is the first row of the sequence along the axis that the lists go by.
-    """
-    data += first_row.to(tl.int64) * strides.row
-    index += (first_place // TILE + own).to(tl.int64) * strides.list_row
-    return data, index
-
-
-@triton.jit
-def load_pages(
-    x,
-    table,
-    layout,
-    strides,
-    h,
-    first,
-    keys,
-    num_keys,
-    dims,
-    num_dims,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHECK_DIMS: tl.constexpr,
-):
-    """Load the rows of BLOCK keys from `first` on out of pages, x (pages, PAGE, H, D); zero beyond the last key."""
-    is_key = keys < num_keys
-    if PAGE % BLOCK == 0:
-        page = tl.load(table + first // PAGE)
-    else:
-        page = tl.load(table + keys // PAGE, mask=is_key, other=0)
-    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table must not read out of bounds
-    rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
-    inside = is_key[:, None]
-    if CHECK_DIMS:
-        inside = inside & (dims < num_dims)[None, :]
-    return tl.load(x + rows[:, None] + dims[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def load_bools(head, strides, rows, keys, shape):
     """Load the (queries, keys) tile of one head of a bool mask; False beyond its edges."""
     at = rows.to(tl.int64) * strides.row + keys.to(tl.int64) * strides.key
@@ -314,37 +165,6 @@ def load_vector(base, index, length, stride):
 
 
 @triton.jit
-def load_bias(
-    bias,
-    strides,
-    b,
-    h,
-    first,
-    first_key,
-    rows,
-    keys,
-    shape,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Load the (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
-    if TMA:
-        b_b, h_b = entry_of(b, strides), h // strides.group
-        place = [(b_b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
-        return bias.load(place).reshape(BLOCK_M, BLOCK_N)
-    else:
-        base = shared_head(bias, strides, b, h)
-        if WIDE:
-            pointers = base + rows.to(tl.int64)[:, None] * strides.row + keys.to(tl.int64)[None, :] * strides.key
-        else:
-            pointers = base + (rows * strides.row)[:, None] + (keys * strides.key)[None, :]
-        inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
 def shared_head(bias, strides, b, h):
     """Return the first element of the head of a bias, or of a bool mask, that query head h of entry b reads."""
     return bias + entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
@@ -360,43 +180,9 @@ def soft_cap(x):
 
 
 @triton.jit
-def row_values(bias, strides, b, h, rows, shape, BIAS: tl.constexpr):
-    """Load the values of rows of a bias of one value per query; 0 for other biases."""
-    if BIAS == ROW_BIAS:
-        return load_vector(shared_head(bias, strides, b, h), rows, shape.seqlen_q, strides.row)
-    else:
-        return 0.0
-
-
-@triton.jit
 def renormalize(p, total, axis: tl.constexpr):
     """Divide p by the sums of its rows."""
     return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)
-
-
-@triton.jit
-def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
-    """Return lse of rows as (great, small), to be added, and the divisor of out: `great` may hide all of `small`.
-
-    Args:
-        row_max: in base 2, or natural where the bias adds to scores.
-        row_sum: of exp(score - row_max). It is 0 in rows without keys alone: the greatest score of a row adds 1.
-        values: of a bias of one value per query.
-        BIAS: how the bias is read.
-    """
-    empty = row_sum == 0.0
-    total = tl.where(empty, 1.0, row_sum)
-    great = row_max
-    small = tl.math.log2(total) * LN2
-    if BIAS <= ROW_BIAS:
-        great = row_max * LN2
-    if BIAS == ROW_BIAS:
-        small += great
-        # In the formula a row of -inf has no keys, and one of +inf is NaN, as inf - inf is.
-        great = tl.where(values == float("inf"), float("nan"), values)
-        total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
-        total = tl.where(empty, 1.0, total)
-    return tl.where(empty, float("-inf"), great), tl.where(empty, 0.0, small), total
 
 
 @triton.jit
@@ -527,6 +313,17 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
         b_m = entry_of(b, strides)
         data += b_m * strides.batch + h_m * strides.head
         return data, index + b_m * strides.list_batch + h_m * strides.list_head
+
+
+@triton.jit
+def class_at(classes, strides, b, h, tile, first_key):
+    """Return where the class of the tile of a mask is that has `first_key` in row `tile` of tiles.
+
+    A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
+    """
+    h_m = (h // strides.group).to(tl.int64)
+    line = entry_of(b, strides) * strides.list_batch + h_m * strides.list_head + tile * strides.list_row
+    return classes + line // strides.list_row * (strides.list_row - 2) + first_key // TILE
 
 
 @triton.jit

@@ -6,9 +6,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from .bias_forms import BANDED, CLAMPED, DISTANCES, NO_BIAS, TILE_BIAS
 from .gpus import KIB, shared_bytes
 from .preferred_tiles import preferred
-from .tile_ops import BAND, BANDED, CLAMPED, DISTANCES, KEYS, NO_BIAS, TILE_BIAS, TILES
+from .tile_ops import BAND, KEYS, TILES
 
 
 class Tile(NamedTuple):

@@ -58,8 +58,8 @@ _PYTHON = (
     Fault(
         "triton: rows of the tangent of v lie as those of v",
         "triton_kernels/tangents.py",
-        "tv += first_k.to(tl.int64) * tv_strides.row",
-        "tv += first_k.to(tl.int64) * v_strides.row",
+        "tv = rows_from(tv, tv_strides, at.first_k, SEQUENCES)",
+        "tv = rows_from(tv, v_strides, at.first_k, SEQUENCES)",
         (f"{_TANGENTS}1000]",),
     ),
     Fault(
@@ -221,7 +221,7 @@ _PYTHON = (
     ),
     Fault(
         "triton reads a bias by distance mirrored",
-        "triton_kernels/scores.py",
+        "triton_kernels/bias_forms.py",
         "tl.reshape(steps + (BLOCK_M - 1), ",
         "tl.reshape((BLOCK_N - 1) - steps, ",
         (f"{_INTERPRETED}test_calls_written_by_hand[relative]",),
@@ -400,20 +400,20 @@ _TRITON = (
     Fault(
         "triton: shares of the keys leave out far blocks beside a bias by distance",
         "triton_kernels/forward.py",
-        "near if phase == 0 else inside",
-        "2 * near if phase == 0 else inside",
+        "near if phase == INSIDE else inside",
+        "2 * near if phase == INSIDE else inside",
         (f"{_LINES}[parts]",),
     ),
     Fault(
         "triton: the gradient of a bias that sequences share reads the tiles of the first one",
         "triton_kernels/backward_bias.py",
-        "(first_row // TILE).to(tl.int32) + b.to(tl.int32)",
-        "(first_row // TILE).to(tl.int32) + slot",
+        "(at.row_q // TILE).to(tl.int32) + b.to(tl.int32)",
+        "(at.row_q // TILE).to(tl.int32) + slot",
         ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
     ),
     Fault(
         "a block of keys is read from one page where pages are longer but no multiple of it",
-        "triton_kernels/tile_ops.py",
+        "triton_kernels/sequences.py",
         "PAGE % BLOCK == 0",
         "PAGE >= BLOCK",
         ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
