@@ -162,7 +162,7 @@ def test_float_masks_are_split_on_request(monkeypatch: pytest.MonkeyPatch) -> No
     mask, bias = calls.pop()
     assert mask is None and bias is learned[3]
     for wrong, error in ((0.0, ValueError), ("low", TypeError)):
-        with pytest.raises(error, match="below is .*; it needs to be"):
+        with pytest.raises(error, match=r"below is .*; it needs to be"):
             intercept_sdpa(below=wrong)  # type: ignore[arg-type]
 
 
