@@ -40,6 +40,7 @@ MODULES = (
     "flash_dmattn.sequences",
     "flash_dmattn.nn",
     "flash_dmattn.distributed",
+    "flash_dmattn.integrations",
     "flash_dmattn.integrations.sdpa",
     "flash_dmattn.integrations.flash_attn",
     "flash_dmattn.integrations.transformers",

@@ -164,6 +164,7 @@ LISTED = (
     ".biases",
     ".distributed",
     ".examples.dynamic_mask_model",
+    ".integrations",
     ".integrations.flash_attn",
     ".integrations.sdpa",
     ".integrations.transformers",

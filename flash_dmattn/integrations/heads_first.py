@@ -32,9 +32,9 @@ def attend(
 ) -> Tensor:
     """Compute attention of tensors whose heads come before their tokens, with any number of masks and biases.
 
-    It serves code of other projects, where masks are floats and come as a list with biases: nothing is added up to the
-    size of all scores, unless several biases are that large together. Nothing is copied on the way in, and the result
-    is a transposed view.
+    In other projects masks are floats and come as a list with biases. Masks and biases are not added here, so that no
+    sum has the size of all scores; several biases are. Nothing is copied on the way in, and the result is a transposed
+    view.
 
     Equivalent to `F.scaled_dot_product_attention(query, key, value, sum(biases) + sum(masks))`, but for rows without a
     key, see `empty`.

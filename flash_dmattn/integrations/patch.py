@@ -25,7 +25,7 @@ class Patch:
 
     Args:
         project: a row of `flash_dmattn.integrations.projects.PROJECTS`, which has the digests of known sources.
-        make: returns what takes the place of which name, from the originals by name and from `empty`.
+        make: returns the replacements by name, made from the originals by name and from `empty`.
 
     >>> from flash_dmattn.integrations import Patch, attend
     >>> from flash_dmattn.integrations.projects import PROJECTS
