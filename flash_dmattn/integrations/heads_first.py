@@ -57,7 +57,8 @@ def attend(
         (*batch, H, Lq, Dv), in the dtype of `query` if there is `dtype`.
 
     Raises:
-        As `flash_dmattn.attention` and `split_additive`.
+        TypeError: an argument has another type, as in `flash_dmattn.attention` and `split_additive`.
+        ValueError: shapes do not broadcast, or `below`, `empty` or `rest` is not one of these.
 
     >>> import torch
     >>> from flash_dmattn.integrations import attend
