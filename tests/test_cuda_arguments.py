@@ -69,9 +69,14 @@ FORWARD |= {"outside": 0, "zero": 0}
 NO_MASK: dict[str, Any] = {"mask": [], "bias": None}
 
 
+def with_wide_lse(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Give lse of a forward pass its dtype: fp64 next to a bias."""
+    return arguments if arguments["bias"] is None else {**arguments, "lse": arguments["lse"].double()}
+
+
 def forward(**others: Any) -> Call:
     numbers = {**FORWARD, "num_splits": 1, "one_mask_row": False, "dropout_key": None, "sink": None, "group_shift": 0}
-    return Call("cuda_forward_kernel", {**tensors_of_call(), **numbers, **NO_MASK, **others})
+    return Call("cuda_forward_kernel", with_wide_lse({**tensors_of_call(), **numbers, **NO_MASK, **others}))
 
 
 def backward(**others: Any) -> Call:
@@ -84,10 +89,9 @@ def backward(**others: Any) -> Call:
     return Call("cuda_backward_kernel", {**tensors, **numbers, **NO_MASK, **nothing, **others})
 
 
-def with_distances(call: Call) -> Call:
-    """A call with a bias by distance, of any number of values."""
-    arguments = {**call.arguments, "bias": draw(BATCH, HEADS, 1, 9), "outside": 1, "zero": 4}
-    return call._replace(arguments=arguments, free=(("bias", 3),))
+def distances() -> dict[str, Any]:
+    """A bias by distance, of any number of values."""
+    return {"bias": draw(BATCH, HEADS, 1, 9), "outside": 1, "zero": 4}
 
 
 def backward_by_place() -> Call:
@@ -124,7 +128,7 @@ def number_is_free(arguments: dict[str, Any]) -> tuple[tuple[str, int], ...]:
 
 def forward_sequences(*, packs: bool, **others: Any) -> Call:
     defaults = {"block_table": None, "bias": None, "sink": draw(HEADS, dtype=torch.float32), "softcap": 0.0, **others}
-    arguments = sequences(packs=packs, bias_packing=0) | defaults
+    arguments = with_wide_lse(sequences(packs=packs, bias_packing=0) | defaults)
     return Call("cuda_forward_sequences", arguments, (("block_table", 1), *number_is_free(arguments)))
 
 
@@ -149,8 +153,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
     "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
-    "forward distances": lambda: with_distances(forward(mask=tiles()[:2])),
-    "backward distances": lambda: with_distances(backward()),
+    "forward distances": lambda: forward(mask=tiles()[:2], **distances())._replace(free=(("bias", 3),)),
+    "backward distances": lambda: backward(**distances())._replace(free=(("bias", 3),)),
     "backward tiles": lambda: backward(
         mask=tiles(), bias=draw(*BIAS), dbias=draw(*BIAS), delta=sums(BATCH, HEADS, QUERIES)
     ),
