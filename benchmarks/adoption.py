@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_dmattn import config
+from flash_dmattn.dispatch.config import Decision
 from flash_dmattn.integrations.projects import PROJECTS
 
 WAYS = ("without", "with")
@@ -51,7 +52,8 @@ def run_tests(project: str, way: str, arguments: list[str], target: Path) -> Non
     """Run the tests in this process, and write what came of them."""
     import pytest
 
-    outcomes, decisions = Outcomes(), []  # type: ignore[var-annotated]
+    outcomes = Outcomes()
+    decisions: list[Decision] = []
     if way == "with":
         importlib.import_module(f"flash_dmattn.integrations.{project}").enable()
     with config(record=decisions):

@@ -199,7 +199,7 @@ def tangents_cell(backend: Backend, problem: AttentionProblem) -> str:
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
-    """Lay the rows out as a matrix in Markdown, and below it the words of the rules, those that no cell names too.
+    """Lay the rows out as a matrix in Markdown, above the words of rules: of its cells, and of rules with an example.
 
     Neighbours of one group with the same words share a row.
     """

@@ -161,7 +161,7 @@ def test_one_query_and_none() -> None:
     for seqlen_q in (0, 1):
         arguments = leaves(seqlen_q=seqlen_q)
         for prepared, dense in (
-            # Of tiles, though of one row at most.
+            # It is stored as tiles, even with one row.
             (PreparedMask.from_mask_mod(lambda b, h, i, j: i >= i - j, seqlen_q, LK, is_causal=True), None),
             (
                 PreparedMask.from_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True),

@@ -436,7 +436,7 @@ def test_the_operators_have_these_arguments(module: Any) -> None:
 
 CALL: dict[str, Any] = {"q": (2, 1024, 16, 64), "dtype": "bf16"}
 ROWS: dict[str, Any] = {"q": (1, 4096, 16, 64), "sequences": SequenceSpec("packed", 8, 4096, 4096, 1024, 1024)}
-# Beside the examples of the rules.
+# More calls than the examples of the rules.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more queries, causal, bias": (
         {"device": "sm_80", "seqlen_k": 512, "is_causal": True, "bias": (1, 16, 1024, 512)},

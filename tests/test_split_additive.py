@@ -116,7 +116,7 @@ def test_rows_without_a_visible_key() -> None:
 
 
 def test_a_row_of_one_value_with_a_bias_of_its_own() -> None:
-    """What remains of a shifted row is exact: -1e9 + 64 is a number of fp32, 64 above -1e9."""
+    """The rest of a shifted row is exact: -1e9 + 64 is a number of fp32, 64 above -1e9."""
     x = torch.full((1, L), -1e9)
     x[0, 1] += 64
     mask, rest = split_additive(x)
@@ -162,7 +162,7 @@ def test_expanded_dims_stay_expanded() -> None:
 
 @pytest.mark.parametrize("empty", ["softmax", "zero"])
 def test_the_gradient_of_x(empty: Any) -> None:
-    """It is 0 in hidden places, and in a shifted row that of the formula, where shifting changes nothing."""
+    """It is 0 in hidden places. A shifted row has the gradient of the formula, because a shift changes nothing."""
     x = torch.randn(1, H, L, L, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     x = x.masked_fill(hidden_keys(), -1e6)[:1].clone()
     exact = x.clone()
@@ -187,7 +187,7 @@ def test_the_gradient_of_an_expanded_tensor_is_of_each_place() -> None:
 
 
 def test_rest() -> None:
-    """What is read where, and what a promise is worth."""
+    """Values are read as `rest` says, and a wrong promise raises."""
     mixed = torch.tensor([[0.5, -1e9]])
     pure = torch.tensor([[0.0, -1e9]])
     assert split_additive(pure, rest="none")[1] is None
@@ -233,7 +233,7 @@ def test_a_tensor_that_has_changed_is_split_again() -> None:
 
 
 def test_nothing_is_kept_of_a_tensor_that_ended() -> None:
-    """Neither is its result, nor does a result keep a tensor: also where the rest is x."""
+    """Its result is dropped, and no result keeps a tensor alive, even where the rest is x."""
     for values in ((0.0, -1e9), (0.5, -1e9), (0.5, 1.0)):
         x = torch.tensor([values])
         part = x[:, :]

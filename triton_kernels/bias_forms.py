@@ -1,8 +1,8 @@
 """The forms of a bias: how a tile reads its operands, adds it to scores, and makes its gradient.
 
 Kernels take the code of a form as BIAS, and of a gradient as DBIAS, and do not look into either. A new form is a code,
-a branch in `form_of` and in `add_bias`, and if it has flat blocks, or a gradient that `backward_keys_kernel` makes, in
-`flat_blocks` and `add_gradient`. `extent` is what it reads besides strides.
+and a branch in `form_of` and in `add_bias`. If it has flat blocks, it has a branch in `flat_blocks` too; if
+`backward_keys_kernel` makes its gradient, in `add_gradient`. `extent` is what it reads besides strides.
 
 AXIS is the axis of the keys: 1 in a tile of (queries, keys), 0 in one of (keys, queries).
 """
@@ -238,8 +238,8 @@ def flat_blocks(
     Returns `Flat`. The run has `inside` blocks from block `start` on: of keys, beside a tile whose first query is
     `first`, or with AXIS 0 of queries, beside a first key.
 
-    Loops over flat blocks take their value from the maximum or lse of a row, and never round its sum with a score.
-    Beside a great value that would be another score than in a pass whose blocks lie otherwise; then no block is flat.
+    Loops over flat blocks take their value from the maximum or lse of a row, and never round its sum with a score. A
+    pass with other blocks rounds it, and a great value would make their scores differ; then no block is flat.
     """
     before_values, beyond_values = 0.0, 0.0
     if BIAS == CLAMPED:
@@ -330,8 +330,8 @@ def add_gradient(
 ):  # fmt: skip
     """Store ds of a (keys, queries) tile in the gradient of a bias, or add it to two sums of each key.
 
-    With KEY_SUM `sums` are those of all scores of a key. With ENDS they have the scores at the first value, or before
-    it, and `last_sums` those at the last one, or beyond it.
+    With KEY_SUM `sums` has all scores of a key. With ENDS it has the scores at the first value or before it, and
+    `last_sums` the scores at the last value or beyond it.
     """
     if DBIAS == KEY_SUM:
         sums += tl.sum(ds, 1)

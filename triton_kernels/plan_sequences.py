@@ -213,8 +213,8 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
-    # dropout: its random numbers go by tiles of queries of one head. Not a bias whose form has an
-    # extent, because it goes by the positions of queries, and rows are no positions then.
+    # dropout: its random numbers go by tiles of queries of one head. Not a bias whose form has an extent, because
+    # it goes by the positions of queries, and rows are no positions then.
     if is_few and call.spec.layout != "packed" and not call.has_dropout and call.extent is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch in LIKE_HOPPER and max(call.block_d, call.block_dv) <= 128

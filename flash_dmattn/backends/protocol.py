@@ -58,8 +58,9 @@ class Rule(NamedTuple):
         hint: how to change the call.
         passes: the passes that it binds; a backend may accept a forward pass and refuse the backward pass.
         calls: the calls that it binds, without sequences ("dense"), with them, or both. `holds` is not asked of others.
-        example: a call that breaks this rule and no other of the backend, for tests and docs/support.md: arguments of
-            `explanation.explain_problem`, whose q is (2, 4096, 16, 64) if left out, and fields of its problem.
+        example: a call that breaks this rule and no other of the backend. Tests and docs/support.md use it. It has
+            arguments of `explanation.explain_problem`, whose q is (2, 4096, 16, 64) if left out, and fields of its
+            problem.
     """
 
     code: str
@@ -255,8 +256,7 @@ class Backend:
 
 def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, direction: Direction) -> bool:
     """Return whether every rule of one pass holds."""
-    other = "sequences" if problem.sequences is None else "dense"
     for rule in rules:  # every new class of calls passes here, and a generator takes twice as long as a loop
-        if direction in rule.passes and rule.calls != other and not rule.holds(problem):
+        if direction in rule.passes and not rule.is_kept(problem):
             return False
     return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks.split import Empty
-from .heads_first import attend, masks_first
+from .heads_first import attend
 from .patch import Patch
 
 __all__ = ["disable", "enable"]
@@ -19,10 +19,15 @@ PAIRS_1 = "boltz.model.layers.attention:AttentionPairBias.forward"
 PAIRS_2 = "boltz.model.layers.attentionv2:AttentionPairBias.forward"
 
 
+def _has_keys_only(bias: Tensor) -> bool:
+    return bias.dim() >= 3 and bias.shape[-3:-1] == (1, 1)
+
+
 def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
     def triangle(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
-        masks, others = masks_first(biases)
-        return attend(query, key, value, others, masks=masks, scale=1.0, empty=empty, rest="none")
+        masks = [x for x in biases if _has_keys_only(x)]  # inf * (mask - 1)
+        pairs = [x for x in biases if not _has_keys_only(x)]
+        return attend(query, key, value, pairs, masks=masks, scale=1.0, empty=empty, rest="none")
 
     def pairs(module: Any, s: Tensor, keys: Tensor, bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
         """Attend from s (B * multiplicity, L, C) with a bias (B, H, L, Lk) and a 0/1 mask (B * multiplicity, Lk)."""

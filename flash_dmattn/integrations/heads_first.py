@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -68,20 +69,20 @@ def attend(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, pairs + padding), atol=1e-6)
     True
     """
-    visible, added = None, None
-    for x in (masks,) if isinstance(masks, Tensor) else masks:
-        x = torch.atleast_2d(x)
-        left: Tensor | None = None
-        mask: Tensor | None = x
-        if x.is_floating_point():
-            needs_gradient = x.requires_grad and torch.is_grad_enabled()
-            mask, left = (None, x) if needs_gradient else separate(x, below, empty=empty, rest=rest)
-        visible = mask if visible is None else visible if mask is None else visible & mask
-        added = left if added is None else added if left is None else added + left
-    for x in (biases,) if isinstance(biases, Tensor) else biases:
-        added = x if added is None else added + x
+    parts: list[tuple[Tensor | None, Tensor | None]] = []  # of each mask: what is visible, what is added
+    for x in map(torch.atleast_2d, (masks,) if isinstance(masks, Tensor) else masks):
+        if not x.is_floating_point():
+            parts.append((x, None))
+        elif x.requires_grad and torch.is_grad_enabled():
+            parts.append((None, x))
+        else:
+            parts.append(separate(x, below, empty=empty, rest=rest))
+    summands = [left for _, left in parts if left is not None]
+    summands += [biases] if isinstance(biases, Tensor) else biases
+    visible = _joined(torch.bitwise_and, [mask for mask, _ in parts if mask is not None])
+    added = _joined(torch.add, summands)
     if added is not None:
-        added = added.to(autocast_dtype(added) if dtype is None else dtype)
+        added = torch.atleast_2d(added.to(autocast_dtype(added) if dtype is None else dtype))
     out_dtype = query.dtype
     if dtype is not None:
         query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -93,7 +94,7 @@ def attend(
             k,
             v,
             visible,
-            None if added is None else torch.atleast_2d(added),
+            added,
             is_causal=is_causal,
             softmax_scale=scale,
             dropout_p=dropout_p,
@@ -105,12 +106,8 @@ def attend(
     return out if dtype is None else out.to(out_dtype)
 
 
-def masks_first(biases: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Part biases of one value for each key, as inf * (mask - 1) is in models of proteins, from other ones."""
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for x in biases:
-        parts[x.dim() < 3 or x.shape[-3:-1] != (1, 1)].append(x)
-    return parts
+def _joined(join: Callable[[Tensor, Tensor], Tensor], tensors: list[Tensor]) -> Tensor | None:
+    return reduce(join, tensors) if tensors else None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

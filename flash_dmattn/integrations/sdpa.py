@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from contextvars import ContextVar
+from functools import partial
 from types import FunctionType, TracebackType
 from typing import Any
 
@@ -226,22 +227,10 @@ class _Interception(TorchFunctionMode):
         if reason is None:
             entry.tally.count(None)
             assert attn_mask is not None
-            masks: list[Tensor] = [attn_mask]
-            biases: list[Tensor] = []
-            if entry.below is None and attn_mask.dtype != torch.bool:
-                masks, biases = biases, masks
-            below = -1e3 if entry.below is None else entry.below
-            return attend(
-                query,
-                key,
-                value,
-                biases,
-                masks=masks,
-                scale=scale,
-                is_causal=is_causal,
-                dropout_p=dropout_p,
-                below=below,
-            )
+            call = partial(attend, query, key, value, scale=scale, is_causal=is_causal, dropout_p=dropout_p)
+            if entry.below is not None:
+                return call(masks=[attn_mask], below=entry.below)
+            return call(masks=[attn_mask]) if attn_mask.dtype == torch.bool else call([attn_mask])
         if entry.strict and reason != NO_MASK:
             raise NotImplementedError(_refusal(reason, query, key, value, attn_mask))
         entry.tally.count(reason)

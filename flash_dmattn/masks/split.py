@@ -50,7 +50,7 @@ def split_additive(
     0 in fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or finfo.min it holds in practice,
     for the default of -1e3 up to R = 896. A value of -100 is no mask and stays a bias, since R = 80 would lose up to
     n * 2e-9; pass `below=-100` if you know R. Causality and windows that come with x must leave each row a key that x
-    shows: if they hide the last of them, the formula attends to keys at -1e9, and this mask to none.
+    shows. If they hide the last of these keys, the formula attends to keys at -1e9, and this mask to no key.
 
     **A row without a visible key** has three meanings, and they differ:
 
@@ -66,11 +66,14 @@ def split_additive(
         x: float tensor that broadcasts to (*batch, H, Lq, Lk). NaN and +inf stay visible.
         below: negative number; -inf hides keys at -inf alone. It is compared in the dtype of x.
         empty: "softmax" or "zero", see above.
-        rest: how to find out whether a bias is left. "auto" reads values on a CPU, and on a GPU once for each tensor
-            and version, as long as x has no gradient; it never reads in a compiled graph, under a transform, in
-            inference mode on a GPU or in the capture of a CUDA graph, and the rest is then a tensor. "keep" never
-            reads. "none" is your promise that all values above `below` are 0: it is checked on a CPU, and on a GPU by
-            an assertion of the device, without a wait.
+        rest: how to find out whether a bias is left.
+
+            * "auto" reads values on a CPU, and on a GPU once for each tensor and version, if x has no gradient. It does
+              not read in a compiled graph, under a transform, in inference mode on a GPU or in the capture of a CUDA
+              graph. The rest is a tensor then.
+            * "keep" never reads.
+            * "none" is your promise that all values above `below` are 0. A CPU checks it at once, and a GPU by an
+              assertion of the device, without a wait.
 
     Returns:
         The bool mask and the bias, or None, both of the shape of x; dims that x expands stay expanded. Results are kept

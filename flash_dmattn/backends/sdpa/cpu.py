@@ -109,8 +109,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             out, lse = _attend_in_blocks(q, k, v, scale)
         else:
             out, lse = _as_results(*_FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
-        has_great = x.bias is not None and bool(_size(lse, torch.inf) > LARGE_LSE)
-        if _is_usual(lse) and not has_great:
+        if _is_usual(lse, _EXACT_LSE if x.bias is None else LARGE_LSE):
             return out, lse
         if mask is not None:
             if not _size(lse, torch.inf) < torch.inf:  # or NaN
@@ -120,15 +119,19 @@ def plan_forward(p: AttentionProblem) -> Forward:
             if x.bias is None or _size(q, torch.inf) + _size(k, torch.inf) < torch.inf:
                 is_empty = ~_sees_key(mask, is_causal)
                 out, lse = out.masked_fill(is_empty.mT[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
-        # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Its lse of a row
-        # with a score of +inf is +inf or NaN.
+        # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Its lse is +inf or NaN for a
+        # row with a score of +inf.
         is_inexact = ~(lse.abs() <= _EXACT_LSE) & (lse != -torch.inf)
         is_lost = (lse == 0) | is_inexact
-        if mask is not None and has_great:
+        is_great = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
+        if mask is not None and x.bias is not None and is_great.any():
             if is_inexact.any():  # then eager computes all gradients, from scores that it has rounded itself
-                is_lost = is_lost | (lse.abs() > LARGE_LSE)
+                is_lost = is_lost | is_great
             else:
-                out, lse = _with_digits(out, lse, q, k, v, mask, is_causal, scale)
+                _, new_out, rest = _attend_less_lse(q, k, v, mask, lse.masked_fill(~is_great, 0.0), is_causal, scale)
+                is_great &= rest.isfinite()  # a hidden key with NaN makes it NaN
+                out = torch.where(is_great.mT[..., None], new_out.transpose(1, 2), out)
+                lse = torch.where(is_great, lse + rest, lse)
         if is_lost.any():
             new_out, new_lse = forward_of(EAGER, p)(x)
             out, lse = torch.where(is_lost.mT[..., None], new_out, out), torch.where(is_lost, new_lse, lse)
@@ -137,23 +140,21 @@ def plan_forward(p: AttentionProblem) -> Forward:
     return forward
 
 
-def _with_digits(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute rows of a large lse again, from their scores minus lse: a score next to a large bias has lost digits.
+def _attend_less_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract lse from the scores first, and return what is added to them, and out and lse of the kernel.
 
-    The backward pass subtracts lse as well, so both passes have the same probabilities.
+    Where lse is large its rounding would show in every p, and next to a large bias a score has lost digits. Both passes
+    do this, so that they have the same p.
     """
-    is_great = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
-    moved = mask - lse.masked_fill(~is_great, 0.0)[..., None]
-    new_out, rest = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)
-    is_great &= rest.isfinite()  # a hidden key with NaN makes it NaN
-    return torch.where(is_great.mT[..., None], new_out.transpose(1, 2), out), torch.where(is_great, lse + rest, lse)
+    added = ((lse.new_zeros(()) if mask is None else mask) - lse[..., None]).expand(*lse.shape, k.shape[2])
+    return added, *_FORWARD(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
 
 
-def _is_usual(lse: Tensor) -> bool:
-    """Return whether no lse is 0, NaN or very large: other rows of the kernel are right."""
-    return bool(_size(lse, -torch.inf) > 0) and bool(_size(lse, torch.inf) <= _EXACT_LSE)
+def _is_usual(lse: Tensor, largest: float = _EXACT_LSE) -> bool:
+    """Return whether no lse is 0, NaN or larger: other rows of the kernel are right."""
+    return bool(_size(lse, -torch.inf) > 0) and bool(_size(lse, torch.inf) <= largest)
 
 
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     if p.dtype in (torch.float16, torch.bfloat16):
         return _plan_backward_in_fp32(p)
     added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
-    shape, dim, needs_grad = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim, p.needs_grad
+    dim, needs_grad = p.head_dim, p.needs_grad
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
@@ -238,11 +239,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
             if not largest <= _EXACT_LSE:
                 return backward_of(EAGER, p)(saved, dout, arrived_dlse)
             if largest > LARGE_LSE:
-                # The rounding of a large lse would show in every p. So lse is subtracted from the scores first: the
-                # lse of the moved scores is small.
-                moved = ((lse.new_zeros(()) if mask is None else mask) - lse[..., None]).expand(shape)
-                new_lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)[1]
-                mask, lse = moved, new_lse.masked_fill(is_empty, 0.0)
+                mask, _, rest = _attend_less_lse(q, k, v, mask, lse, is_causal, scale)
+                lse = rest.masked_fill(is_empty, 0.0)
         tensors = (_rows(dout), q, k, v, out.transpose(1, 2))
         if dlse is None:
             gradients = _BACKWARD(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
