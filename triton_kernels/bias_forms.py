@@ -77,8 +77,13 @@ def has_flat_blocks(kind: int, mask_kind: int) -> bool:
 
 @triton.jit
 def bias_from(bias, strides, at, layout, SEQUENCES: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr):
-    """Move a bias to the first element that a sequence reads; not a descriptor, which loads from `bias_row` on."""
-    if SEQUENCES != NO_SEQUENCES and BIAS != NO_BIAS and not TMA:
+    """Move a bias to the first element that a sequence reads; 0 if there is none.
+
+    A descriptor stays as it is and loads from `bias_row` on.
+    """
+    if BIAS == NO_BIAS:  # not None, which Triton 3.5 returns from no function
+        return 0
+    elif SEQUENCES != NO_SEQUENCES and not TMA:
         return scores_from(bias, strides, layout.bias_rows, layout.bias_keys, at.first_q, at.first_k)
     else:
         return bias

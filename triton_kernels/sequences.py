@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import DENSE, TILE, TILES, Shape, load_tile
+from .tile_ops import BAND, DENSE, TILE, TILES, TREE, Shape, load_tile
 
 # How sequences lie in memory: see `Layout` of `flash_dmattn.problem`.
 NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
@@ -188,24 +188,29 @@ def mask_from(data, index, strides, at, first_place, layout, SEQUENCES: tl.const
 
     Bits have a row for each query of all sequences, so they begin at the first query. Lists are numbered as
     `SequenceTileMask` does it: `first_place` is the first row of the sequence along the axis that the lists go by.
+    Zeros stand for what a mask does not have.
     """
-    if SEQUENCES != NO_SEQUENCES and MASK == DENSE:
-        return scores_from(data, strides, layout.mask_rows, layout.mask_keys, at.first_q, at.first_k), index
+    if MASK == BAND:  # not None, which Triton 3.5 returns from no function
+        return 0, 0
+    elif SEQUENCES != NO_SEQUENCES and MASK == DENSE:
+        return scores_from(data, strides, layout.mask_rows, layout.mask_keys, at.first_q, at.first_k), 0
     elif SEQUENCES != NO_SEQUENCES and MASK == TILES:
         data += at.row_q * strides.row
         index += (first_place // TILE + at.b) * strides.list_row
         return data, index
+    elif MASK == DENSE or MASK == TREE:
+        return data, 0
     else:
         return data, index
 
 
 @triton.jit
 def pages_from(table, at, layout, SEQUENCES: tl.constexpr):
-    """Move the table of pages to the row of a sequence."""
+    """Move the table of pages to the row of a sequence; 0 if there are no pages."""
     if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
         return table + at.b * layout.table_row
     else:
-        return table
+        return 0
 
 
 @triton.jit
