@@ -291,8 +291,10 @@ def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: tor
     if dropout is not None:
         weights = dropout.apply(weights)
     along = x.dout.square().sum(-1).unflatten(2, (x.k.shape[2], -1))
-    # A rounding is at most half of eps, and as likely to be anything below.
-    variances = weights.square() * (torch.finfo(dtype).eps ** 2 / 12) * torch.einsum("bihg->bhgi", along).unsqueeze(-1)
+    # A rounding is at most half of eps, and as likely to be anything below. Steps of subnormal weights are all alike.
+    least = torch.finfo(dtype).tiny * (1.0 if dropout is None else dropout.scale)
+    steps = torch.where(weights > 0.0, weights.clamp_min(least), 0.0) * torch.finfo(dtype).eps
+    variances = steps.square() / 12 * torch.einsum("bihg->bhgi", along).unsqueeze(-1)
     number = independent(variances)
     worst = torch.minimum((3 * number).sqrt(), 1 + DEVIATIONS / (2 * number).sqrt())
     allowed = (variances.sum().sqrt() * worst).item()

@@ -177,7 +177,7 @@ def short_backward_kernel(
                 d -= tl.where(empty, 0.0, tl.load(at, mask=row_ok, other=0.0).to(tl.float32))
             if STORE_DELTA:
                 tl.store(delta + line, d, mask=row_ok)
-                divisor = tl.math.log2(tl.where(empty, 1.0, total))
+                divisor = tl.math.log2(tl.where(total > 0.0, total, 1.0))
                 divisor = low_rows - divisor if BIASED else lse_rows + divisor
                 tl.store(delta + all_rows + line, divisor, mask=row_ok)
         else:

@@ -172,11 +172,15 @@ def shared_head(bias, strides, b, h):
 
 @triton.jit
 def soft_cap(x):
-    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
+    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation.
+
+    The derivative of NaN is 0: a gradient that it multiplies is NaN already where a row sees this score, and is 0 where
+    the score is hidden, or belongs to no row.
+    """
     e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2E))  # exp(-2 |x|), which cannot overflow
     t = (1.0 - e) / (1.0 + e)
     slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return tl.where(x < 0, -t, t), slope
+    return tl.where(x < 0, -t, t), tl.where(x == x, slope, 0.0)
 
 
 @triton.jit
@@ -237,11 +241,14 @@ def split_lse(lse):
 
 @triton.jit
 def lse_less(lse, values):
-    """Return lse of rows less a bias of one value per query, in fp32."""
+    """Return lse of rows less a bias of one value per query, in fp32; inf where the row sees no key.
+
+    A row that sees a bias of NaN or inf has an lse of NaN. One of another lse sees no key: its lse is its sink.
+    """
     less = lse - values
     if lse.dtype == tl.float64:
         less = less / unit_of(values).to(tl.float64)
-    return less.to(tl.float32)
+    return tl.where((values < float("inf")) | (lse != lse), less.to(tl.float32), float("inf"))
 
 
 @triton.jit
