@@ -35,8 +35,12 @@ from .definition import (
 )
 from .dispatch.plan import Plan, backward_pass, laid_anew, tangent_gradients_pass, tangents_pass
 from .dispatch.selection import (
+    FORWARD_MODE,
+    SECOND_DERIVATIVE,
+    TANGENT_GRADIENT,
     choice_in_force,
     record,
+    report_last_resort,
     select_backward,
     select_pair,
     select_second_derivative,
@@ -358,6 +362,7 @@ def _take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
 def _run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     problem = plan.problem
     backend = select_tangents(problem, plan.forward)
+    report_last_resort(plan, FORWARD_MODE, backend, plan.forward)
     record(plan._replace(forward=backend))
     is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
     if is_shown or is_watched(*x[:3], *tangents):
@@ -383,6 +388,7 @@ class TangentGradients(torch.autograd.Function):
         x = plan.parts.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
         problem = plan.problem
         backend = select_tangent_gradients(problem, select_tangents(problem, plan.forward), plan.requested)
+        report_last_resort(plan, TANGENT_GRADIENT, backend, plan.forward)
         if is_watched(*x[:3], *own, *sent) or profiler._is_profiler_enabled:
             return operators.tangent_gradients(problem, backend.name, x, own, lse, sent, needs_grad)
         both = tangent_gradients_pass(backend, problem, needs_grad)(x, own, lse, sent)
@@ -462,7 +468,9 @@ class AttentionBackward(torch.autograd.Function):
         plan: Plan = ctx.plan
         problem, arrival = plan.problem, plan.problem.arrival
         assert plan.backward is not None
-        formula = select_second_derivative(problem, plan.backward, plan.requested).differentiable_backward
+        backend = select_second_derivative(problem, plan.backward, plan.requested)
+        report_last_resort(plan, SECOND_DERIVATIVE, backend, plan.backward)
+        formula = backend.differentiable_backward
         assert formula is not None
         num_inputs = 2 + NUM_INPUTS
         inputs, others = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]

@@ -140,6 +140,8 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
     is_plain = key is not None and type(problem.seqlen_q) is int
     is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
     plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
+    if around.fallback is not None:
+        plan = plan._replace(fallback=around.fallback)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias
@@ -185,6 +187,7 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
             backend,
             around.backend,
             around.disabled,
+            around.fallback,
             process.default_backend,
             process.disabled,
             BACKENDS.version,

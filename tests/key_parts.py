@@ -81,6 +81,8 @@ def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
     flash_dmattn.config.set(backend="auto")
     with flash_dmattn.config(disabled="flex"):
         yield key()
+    with flash_dmattn.config(fallback="silent"):
+        yield key()
     flash_dmattn.config.set(disabled="flex")
     yield key()
     flash_dmattn.config.set(disabled=())

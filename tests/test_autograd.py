@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.call import prepare_call, run_call
+from flash_dmattn.dispatch import selection
 from flash_dmattn.problem import AttentionProblem, Gradients, Numbers
 from flash_dmattn.problem.inputs import Saved
 
@@ -198,6 +200,42 @@ def test_auto_takes_the_second_derivative_of_eager() -> None:
         assert set(ours.ran) == {"forward", "backward"} and set(ours.received) == {max(forms)}
         assert str(caught.value).startswith("a second derivative needs backend 'eager', which does not serve it here: ")
         assert "it is switched off (leave config(disabled=...)" in str(caught.value)
+
+
+def second_derivative(inputs: tuple[Tensor, ...]) -> None:
+    first = torch.autograd.grad(loss(*inputs, backend="auto"), inputs, create_graph=True)
+    torch.autograd.grad(first[0].sum(), inputs)
+
+
+def call_in_forward_mode(inputs: tuple[Tensor, ...]) -> None:
+    torch.func.jvp(lambda *x: loss(*x, backend="auto"), inputs, tuple(map(torch.ones_like, inputs)))
+
+
+@pytest.mark.usefixtures("untouched_settings")
+@pytest.mark.parametrize(
+    ("derive", "what"),
+    [(second_derivative, "a second derivative"), (call_in_forward_mode, "a call in forward mode")],
+)
+def test_fallback_policy_binds_derivatives_that_only_eager_has(
+    derive: Callable[[tuple[Tensor, ...]], None], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = leaves()
+    derive(inputs)  # on a CPU nothing is a fallback
+    monkeypatch.setattr(selection, "_NO_ACCELERATORS", ("meta",))
+    monkeypatch.setattr(selection, "_warned", set())
+    with registered(KernelPair("ours"), before="cuda"):
+        with pytest.warns(flash_dmattn.FallbackWarning, match=f"^{what} runs on eager PyTorch, with up to "):
+            derive(inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            derive(inputs)  # it warns once
+        with flash_dmattn.config(fallback="silent"):
+            out = flash_dmattn.attention(*inputs[:3], backend="auto")
+        flash_dmattn.config.set(fallback="error")
+        with pytest.raises(flash_dmattn.BackendUnsupportedError, match=f'^{what} runs on (.|\n)*fallback="error"'):
+            derive(inputs)
+        first = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
+        torch.autograd.grad(first[0].sum(), inputs[0])  # by the policy around its call
 
 
 # Batched gradients, by the transform of torch that is older than torch.func

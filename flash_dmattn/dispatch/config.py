@@ -281,8 +281,9 @@ class config(Block):
         backend: the backend of calls that name none: a name, a pair (forward, backward), or "auto".
         disabled: a name or a tuple of names to switch off, even for calls that name them. Backends that are already off
             stay off.
-        fallback: the policy if "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the default and
-            warns once per cause. "silent" says nothing. "error" raises `BackendUnsupportedError`.
+        fallback: the policy if only eager PyTorch has a call of "auto" on an accelerator, its tangents or its second
+            derivative. "warn" is the default and warns once per cause. "silent" says nothing. "error" raises
+            `BackendUnsupportedError`.
         record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` the calls
             that run do so: one for many that `torch.vmap` maps, or two where tangents are computed behind out.
 

@@ -12,7 +12,7 @@ from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad
 from ..problem.inputs import Parts, Saved, in_rows, parts_of
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
-from .config import BackendChoice
+from .config import BackendChoice, Fallback
 from .registry import on_change
 
 T = TypeVar("T")
@@ -39,6 +39,8 @@ class Plan:
         parts: how the tensors of a call become `Inputs`.
         is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
+        fallback: the policy of the block around the call, for derivatives that another thread computes; None without
+            one.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
         view: converts the mask of an unwatched call to the chosen form; None if `view_of` has to do it.
@@ -55,6 +57,7 @@ class Plan:
     parts: Parts
     is_differentiable: bool = False
     falls_back: bool = False
+    fallback: Fallback | None = None
     run_forward: Forward | None = None
     run_backward: Backward | None = None
     view: Callable[[Any], MaskView] | None = None

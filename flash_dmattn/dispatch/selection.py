@@ -15,10 +15,13 @@ from ..backends.sdpa.backend import BACKEND as sdpa
 from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
-from .config import BackendChoice, Decision, blocks, check_choice, choice, disabled, fallback, process
+from .config import BackendChoice, Decision, Fallback, blocks, check_choice, choice, disabled, fallback, process
 from .profiles import COMMAND, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
 from .registry import BACKENDS, check_name, last_resort, works
 
+ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
+TANGENT_GRADIENT = "the gradient of a tangent"
+_NO_ACCELERATORS = ("cpu", "meta")
 _BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
 
 
@@ -110,7 +113,7 @@ def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
     for backend in (forward, pairs_with):
         if backend is not None and backend.serves_tangents(problem) and _serves(backend, problem, "forward"):
             return backend
-    return _last_resort_with("plan_tangents", "a call in forward mode", problem)
+    return _last_resort_with("plan_tangents", FORWARD_MODE, problem)
 
 
 def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, requested: BackendChoice) -> Backend:
@@ -122,7 +125,7 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
             f"backend {tangents.name!r}, which computed the tangents, has no gradients of them; detach the tangents of "
             'out and lse, or call attention(..., backend="eager"), which has them'
         )
-    return _last_resort_with("plan_tangent_gradients", "the gradient of a tangent", problem)
+    return _last_resort_with("plan_tangent_gradients", TANGENT_GRADIENT, problem)
 
 
 def select_second_derivative(problem: AttentionProblem, backward: Backend, requested: BackendChoice) -> Backend:
@@ -133,7 +136,7 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
         raise NotImplementedError(
             f'backend {backward.name!r} has no second derivative of attention; backend="eager" has one'
         )
-    return _last_resort_with("differentiable_backward", "a second derivative", problem)
+    return _last_resort_with("differentiable_backward", SECOND_DERIVATIVE, problem)
 
 
 def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Backend:
@@ -196,7 +199,7 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
     """Tell whether "auto" has nothing better than its last resort for some pass on an accelerator."""
-    if requested != "auto" or problem.device in ("cpu", "meta"):
+    if requested != "auto" or problem.device in _NO_ACCELERATORS:
         return False
     return any(backend is not None and backend.is_fallback for backend in selection)
 
@@ -415,34 +418,41 @@ def refuse_all(problem: AttentionProblem) -> NoReturn:
     raise BackendUnsupportedError("\n".join(lines), backend="auto", reasons=reasons, accepted_by=accepted_by)
 
 
-_warned: set[tuple[tuple[str, str], ...]] = set()
+_warned: set[tuple[object, ...]] = set()
 
 
-def _describe_fallback(problem: AttentionProblem) -> tuple[tuple[Reason, ...], str]:
+def report_last_resort(plan: Any, what: str, backend: Backend, planned: Backend) -> None:
+    """Report what runs on eager PyTorch on an accelerator, although a plan has another backend for the call."""
+    if backend.is_fallback and not planned.is_fallback and plan.problem.device not in _NO_ACCELERATORS:
+        report_fallback(plan.problem, what, plan.fallback)
+
+
+def _describe_fallback(problem: AttentionProblem, what: str) -> tuple[tuple[Reason, ...], str]:
     """Return the reasons against the backends before eager PyTorch, and the message with the memory that it takes."""
     better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
-    reasons = _all_reasons(problem, better)
+    reasons = _all_reasons(problem, better) if what == ATTENTION else ()
     backend = last_resort()
     assert backend.workspace_bytes is not None
     megabytes = backend.workspace_bytes(problem) / 2**20
-    lines = [f"attention runs on {backend.name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    lines = [f"{what} runs on {backend.name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
     return reasons, "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
 
 
-def refuse_fallback(problem: AttentionProblem) -> NoReturn:
-    reasons, message = _describe_fallback(problem)
+def refuse_fallback(problem: AttentionProblem, what: str = ATTENTION) -> NoReturn:
+    reasons, message = _describe_fallback(problem, what)
     message += '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
     raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))
 
 
-def report_fallback(problem: AttentionProblem) -> None:
+def report_fallback(problem: AttentionProblem, what: str = ATTENTION, policy: Fallback | None = None) -> None:
     """Raise or warn, once for each cause, that a call runs on eager PyTorch, as `config(fallback=...)` says."""
-    if fallback() == "error":
-        refuse_fallback(problem)
-    if fallback() == "silent" or torch.compiler.is_compiling():
+    policy = fallback() if policy is None else policy
+    if policy == "error":
+        refuse_fallback(problem, what)
+    if policy == "silent" or torch.compiler.is_compiling():
         return
-    reasons, message = _describe_fallback(problem)
-    cause = tuple((reason.backend, reason.code) for reason in reasons)
+    reasons, message = _describe_fallback(problem, what)
+    cause = (what, *((reason.backend, reason.code) for reason in reasons))
     if cause not in _warned:
         _warned.add(cause)
         hint = (
