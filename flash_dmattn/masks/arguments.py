@@ -64,7 +64,10 @@ def bool_mask(name: str, mask: Tensor) -> Tensor:
     """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor.")
+        raise TypeError(
+            f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor"
+            f"{f'; {name}.unpacked() is one' if hasattr(mask, 'unpacked') else ''}."
+        )
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0.")
     return four_dims(name, mask)
