@@ -26,7 +26,7 @@ OLDEST := transformers-5.0 triton-3.5
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
 # Of two idle cores; a GPU is faster.
-QUICK_TIME := 3 minutes on two cores
+QUICK_TIME := 1.5 minutes on two cores
 BENCH_TIME := a minute
 
 .DEFAULT_GOAL := help
