@@ -44,8 +44,8 @@ struct BiasWindow : WindowLayout<kRows, kColumns> {
     return i % 2 == 0 ? i : kSecondCopy + i - 1;
   }
 
-  // Calls use(c, pairs) with the values of the thread's two rows and its two of the c-th 8 columns. load(c) loads the c-th
-  // pair of its second row, which is 8 behind its first and so has the values of 8 columns before.
+  // Calls use(c, pairs) with the values of the thread's two rows in its columns of the c-th 8. load(c) loads the c-th pair of
+  // the second row. The first row, 8 before it, has the values of the next 8 columns.
   template <class Load, class Use>
   __device__ __forceinline__ static void for_each_pair(Load load, Use use) {
     float2 pairs[2];

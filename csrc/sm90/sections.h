@@ -9,8 +9,8 @@ struct Place {
   int pair, row;
 };
 
-// Narrows pairs [first, end) and rows from `first_row` on to the kind of sections that the tile is in, where `index` counts
-// from, and then finds the section of that kind.
+// Narrows pairs [first, end) and the rows from `first_row` on to the kind of sections that the tile is in. `index` then counts
+// their tiles.
 __device__ __forceinline__ Place place_of(const Sections& of, int index) {
   int first = 0, end = of.pairs, width = of.width, first_row = 0, rows = of.rows;
   if (of.late_rows > 0) {

@@ -311,6 +311,7 @@ struct Consumer {
     constexpr float kSlack = 8.0f;
     // Above it a rounded shift is wrong by up to 2^-14: half of what fp16 rounds p by.
     constexpr float kGreatShift = 1024.0f;
+    constexpr float kAlwaysExceeded = NAN;
     const float scale = p.scale * kLog2e;
     bool is_negative = false, has_great = false;
 #pragma unroll
@@ -330,7 +331,7 @@ struct Consumer {
       has_great |= is_great_row;
       threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
       is_negative |= threshold[r] < 0.0f;
-      if (!kComparesNegative && is_great_row) threshold[r] = NAN;
+      if (!kComparesNegative && is_great_row) threshold[r] = kAlwaysExceeded;
     }
     has_negative = __any_sync(0xffffffffu, is_negative);
     is_great = __any_sync(0xffffffffu, has_great);

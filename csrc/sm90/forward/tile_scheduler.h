@@ -86,8 +86,7 @@ struct Walk {
     const int all = steps / each, even = all / num_splits, more = all - even * num_splits;  // the first have one more
     const int count = even + (split < more), before = even * split + min(split, more);
     if constexpr (Traits::kHasMask) {
-      // A list is walked from its end. Of 8 entries, 3 splits have [5, 8), [2, 5) and [0, 2): `after` of the list is left out
-      // at its front, and `before`, which steps do not reach, behind.
+      // A list is walked from its end: if it has 8 entries, 3 splits have [5, 8), [2, 5) and [0, 2).
       const int after = all - before - count;
       list += after;
       num_full -= after;
