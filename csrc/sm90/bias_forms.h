@@ -47,7 +47,7 @@ constexpr Bias form_of(BackwardBias bias) {
 // A tile in shared memory: a value for each score, in 16 bits.
 constexpr bool has_tiles(Bias bias) { return bias == Bias::kTile; }
 // A value for each key, in fp32: in shared memory, or in the registers of a consumer that has keys as rows.
-constexpr bool has_values_of_keys(Bias bias) { return bias == Bias::kVector; }
+constexpr bool is_per_key(Bias bias) { return bias == Bias::kVector; }
 // A window in shared memory: a value for each difference of key and query, in fp32. The tile is flat if all are equal.
 constexpr bool has_window(Bias bias) { return bias == Bias::kRelative; }
 // A value for each score, which the thread that has the score loads from device memory.
@@ -63,8 +63,8 @@ struct WindowLayout {
 
 // In the forward pass a warp of the producer fills stages of shared memory with an operand: it starts copies of tiles by
 // TMA, and writes all others.
-constexpr bool is_staged(Bias bias) { return has_tiles(bias) || has_values_of_keys(bias) || has_window(bias); }
-constexpr bool is_written_by_warp(Bias bias) { return has_values_of_keys(bias) || has_window(bias); }
+constexpr bool is_staged(Bias bias) { return has_tiles(bias) || is_per_key(bias) || has_window(bias); }
+constexpr bool is_written_by_warp(Bias bias) { return is_per_key(bias) || has_window(bias); }
 
 // --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ struct BiasWindow : WindowLayout<kRows, kColumns> {
   using Layout = WindowLayout<kRows, kColumns>;
   using Layout::kSecondCopy, Layout::kValues;
 
-  // The place of the first value of a tile.
+  // The place of the first value of a tile. Another order of these sums is other machine code.
   __device__ __forceinline__ static int first_place(const Distances& of, int first_query, int first_key) {
     if constexpr (kRowsAreKeys) return of.origin + (first_key + kRows) - 1 - first_query;
     return of.origin + first_key - (first_query + kRows - 1);

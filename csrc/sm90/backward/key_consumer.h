@@ -27,7 +27,7 @@ struct KeyConsumer {
   static constexpr int kScores = kBlockM / 2;  // of a thread
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
   static constexpr bool kHasBias = Traits::kBias != BackwardBias::kNone;
-  static constexpr bool kHasKeyBias = has_values_of_keys(form_of(Traits::kBias));
+  static constexpr bool kHasKeyBias = is_per_key(form_of(Traits::kBias));
   static constexpr bool kSumsKeys = kHasKeyBias || sums_flat_tiles(Traits::kBias);
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them

@@ -239,7 +239,7 @@ __device__ __forceinline__ void write_windows(const BackwardParams& p, Storage& 
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
       const int first_row = item.walk.at(step, needs_mask) * Traits::kBlockM;
-      // The copy is loaded before the item: another order of the sums is other machine code.
+      // A copy, to be loaded before the item: see first_place.
       const int first = Window::first_place(Distances(p.distances), first_row, item.block_k * Traits::kBlockN);
       barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
       float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);

@@ -48,10 +48,10 @@ struct ForwardTraits {
   static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
   static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
   static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
-  static constexpr int kBiasBytes = kHasBiasTiles              ? kBiasTileBytes
-                                    : has_values_of_keys(kBias) ? kBlockN * 4
-                                    : kHasBiasWindow            ? WindowLayout<kBlockM, kBlockN>::kBytes
-                                                                : 16;
+  static constexpr int kBiasBytes = kHasBiasTiles       ? kBiasTileBytes
+                                    : is_per_key(kBias) ? kBlockN * 4
+                                    : kHasBiasWindow    ? WindowLayout<kBlockM, kBlockN>::kBytes
+                                                        : 16;
   // q of the next work tile is loaded while consumers are at this one, where there is room for it.
   static constexpr int kQueryStages = (kD <= 64 && kDv <= 64) || (kD <= 128 && kDv <= 128 && kConsumers == 2 &&
                                                                   kBias != Bias::kTile)
