@@ -29,6 +29,8 @@ from flash_dmattn.dispatch import config, profiles, registry, selection
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
+# Inductor need not ask the compiler what the CPU can do: seconds of the first process, and one of every other.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 hypothesis_settings.register_profile(
     "default",
