@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -61,6 +62,14 @@ def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.process, "profile", "off")
     profiles.forget()
     registry.choices_changed()
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Have `gc.collect` look through what a test makes, not through all that a worker holds, which takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
