@@ -19,7 +19,8 @@ cudaError_t with_backward_bias(BackwardBias bias, F f) {
   }
 }
 
-// The same for a bias that is read as a window.
+// The same for a bias that is read as a window. The return type is not deduced: that would compile the kernels for all head
+// dims, because a caller that is no template compiles what `if constexpr` leaves out.
 template <class F>
 cudaError_t with_window_bias(BackwardBias bias, F f) {
   return with_one_of<BackwardBias::kRelativeSum, BackwardBias::kRelative>(bias, f);
