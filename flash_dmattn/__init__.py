@@ -51,7 +51,7 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .definition import load_with
-    from .dispatch.config import config
+    from .dispatch.config import BackendChoice, config
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import (
         BackendError,
@@ -81,12 +81,14 @@ else:
 
     load_with(_load_dtensor)
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY})
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 __all__ = [
     "Backend",
+    "BackendChoice",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",

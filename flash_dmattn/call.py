@@ -170,7 +170,7 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
             tensor_key(q),
             tensor_key(k),
             tensor_key(v),
-            None if mask is None else mask.call_key if is_prepared else tensor_key(mask),  # type: ignore[union-attr, arg-type]
+            None if mask is None else mask._call_key if is_prepared else tensor_key(mask),  # type: ignore[union-attr, arg-type]
             None if bias is None else tensor_key(bias),
             None if sink is None else tensor_key(sink),
             numbers,

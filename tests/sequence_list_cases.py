@@ -47,7 +47,7 @@ class SequenceLists(NamedTuple):
         if self.layout == "packed":
             sequences = Sequences.packed(first_q, first_k)
         elif self.layout == "padded":
-            sequences = Sequences.padded(lengths_k, lengths_q)
+            sequences = Sequences.padded(seqlens_q=lengths_q, seqlens_k=lengths_k)
         else:
             sizes_k = (number * pages + 3, self.page_size)
             if not packs_q:  # all slots are full

@@ -153,7 +153,7 @@ def cu(*values: int) -> Tensor:
 
 POOL, NEW, SLOTS = torch.zeros(3, 4, 2, 8), torch.zeros(2, 1, 2, 8), torch.zeros(2, 5, 2, 8)
 PAGES = Sequences.paged(torch.tensor([[0, 2], [1, 2]]), cu(3, 4))
-PADDED, PACKED = Sequences.padded(cu(3, 4)), Sequences.packed(cu(0, 1, 3), cu(0, 4, 8), seqlens_k=cu(1, 3))
+PADDED, PACKED = Sequences.padded(seqlens_k=cu(3, 4)), Sequences.packed(cu(0, 1, 3), cu(0, 4, 8), seqlens_k=cu(1, 3))
 TOKENS, ROWS = torch.zeros(3, 2, 8), torch.zeros(8, 2, 8)
 
 GOOD = {

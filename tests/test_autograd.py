@@ -244,7 +244,9 @@ BATCHED: dict[str, dict[str, Any]] = {
     "bias and mask": {"mask": some_empty_rows()},
     "sink": {"sink": fp64(HQ, seed=4), "is_causal": True, "softcap": 2.0},
     "dropout": {"dropout_p": 0.4},
-    "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([3, 1]), torch.tensor([1, 2]))},
+    "sequences": {
+        "sequences": flash_dmattn.Sequences.padded(seqlens_q=torch.tensor([1, 2]), seqlens_k=torch.tensor([3, 1]))
+    },
 }
 
 
@@ -295,7 +297,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "a row without keys": {"mask": torch.tensor([[True], [False], [True]]).expand(3, 5)},
     "no key": {"mask": torch.zeros(1, 5, dtype=torch.bool)},
     "lists": {"mask": LISTS},
-    "padded": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([3, 5]))},
+    "padded": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 5]))},
     "packed": {"sequences": flash_dmattn.Sequences.packed(torch.tensor([0, 1, 6]), torch.tensor([0, 4, 10]))},
     "softcap": {"softcap": 2.0},
 }
@@ -397,9 +399,11 @@ def keeps_copies_of_transformers() -> Keeping:
 
 KEPT: dict[str, Callable[[], Keeping]] = {
     "packed": lambda: keeps_layouts(flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])), (8, 2, 4)),
-    "padded": lambda: keeps_layouts(flash_dmattn.Sequences.padded(torch.tensor([3, 4])), (2, 4, 2, 4), is_causal=True),
+    "padded": lambda: keeps_layouts(
+        flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 4])), (2, 4, 2, 4), is_causal=True
+    ),
     "tree": lambda: keeps_layouts(
-        flash_dmattn.Sequences.padded(torch.tensor([3, 4])),
+        flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 4])),
         (2, 4, 2, 4),
         mask=flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 4, 4, dtype=torch.bool).tril()),
     ),

@@ -164,7 +164,7 @@ def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
     class Prepared:
         tensors = ()
 
-    with pytest.raises(AttributeError, match="call_key"):
+    with pytest.raises(AttributeError, match="_call_key"):
         key_of(whole_call()._replace(mask=Prepared()))  # type: ignore[arg-type]
 
 

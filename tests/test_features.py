@@ -27,10 +27,10 @@ USES = {
     "return_probs": {"return_probs": True},
     "sink": {"sink": torch.zeros(2)},
     "dropout_p": {"dropout_p": 0.5},
-    "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([5]))},
+    "sequences": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([5]))},
     "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
     "tree": {
-        "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
+        "sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([5])),
         "mask": flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
     },
     "relative_bias": {"bias": flash_dmattn.biases.Relative(torch.zeros(2, 3), 1, "clamp")},

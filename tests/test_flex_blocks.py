@@ -216,7 +216,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         sequences = Sequences.packed(*edges, **named, seqlens_q=torch.tensor(used[0]), seqlens_k=torch.tensor(used[1]))
         shapes = [(max(1, int(edge[-1]) + rng.choice((0, 3))), 2, 1) for edge in edges]
     else:
-        sequences = Sequences.padded(torch.tensor(used[1]), torch.tensor(used[0]))
+        sequences = Sequences.padded(seqlens_q=torch.tensor(used[0]), seqlens_k=torch.tensor(used[1]))
         shapes = [(number, max(1, *n), 2, 1) for n in slots]
     q, k = (torch.zeros(shape) for shape in shapes)
     spec, (bounds, _) = sequences.lay_out(q, k, k)

@@ -196,7 +196,7 @@ def test_a_mask_of_lists_is_the_mask_that_it_stands_for(name: str) -> None:
     listed_keys = index.gather(3, slots.clamp(min=0).long())
     assert torch.equal(torch.where(there, listed_keys.int(), -1), keys)
     for x in (pickle.loads(pickle.dumps(lists)), copy.deepcopy(lists), lists.to("cpu")):
-        assert torch.equal(x.dense(), lists.dense()) and x.call_key == lists.call_key
+        assert torch.equal(x.dense(), lists.dense()) and x._call_key == lists._call_key
     assert lists.to("meta").device.type == "meta"
 
 
@@ -681,7 +681,7 @@ def test_a_mask_of_lists_beside_sequences_is_the_mask_that_it_stands_for(name: s
     assert torch.equal(lists.dense(1, 4), dense[:, :, 1:4]) and int(dense.sum()) == allowed
     assert lists.stats().density == pytest.approx(allowed / max(1, dense.numel()))
     for x in (pickle.loads(pickle.dumps(lists)), lists.to("cpu")):
-        assert torch.equal(x.dense(), dense) and x.call_key == lists.call_key
+        assert torch.equal(x.dense(), dense) and x._call_key == lists._call_key
     assert torch.equal(torch.where(lists.index < 0, call.index.int(), lists.index), call.index.expand_as(lists.index))
 
 
@@ -797,7 +797,7 @@ def test_lists_of_no_sequence_and_of_nothing() -> None:
 
 INDEX = torch.zeros(1, 1, 5, 4, dtype=torch.long)
 TWO = Sequences.packed(torch.tensor([0, 2, 5]), torch.tensor([0, 1, 6]))
-SLOTS = Sequences.padded(torch.tensor([6, 3]))
+SLOTS = Sequences.padded(seqlens_k=torch.tensor([6, 3]))
 VALUES = torch.zeros(1, 1, 5, 4)
 listed: Callable[..., PreparedMask] = partial(from_lists, seqlen_k=6)
 best: Callable[..., PreparedMask] = partial(from_topk_lists, torch.zeros(5, 6))
@@ -928,7 +928,7 @@ MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ..
     (
         r"TypeError: .*PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)",
         (1, 5),
-        {"mask": LISTS, "sequences": Sequences.padded(torch.tensor([5]))},
+        {"mask": LISTS, "sequences": Sequences.padded(seqlens_k=torch.tensor([5]))},
     ),
     (r"ValueError: .*prepared beside sequences; it needs sequences=mask\.sequences", (1, 5), {"sequences": None}),
     ("ValueError: .*prepared for other Sequences than those of the call", (5,), {"sequences": copy.copy(TWO)}),

@@ -447,7 +447,7 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
         (
             "sequences are padded; they need to be packed (pass attention_mask for padding;",
-            layer_call(ROWS, sequences=Sequences.padded(torch.tensor([1, 1]))),
+            layer_call(ROWS, sequences=Sequences.padded(seqlens_k=torch.tensor([1, 1]))),
         ),
         (
             "sequences are paged; they need to be packed (pass attention_mask for padding; examples/paged_decoding.py",

@@ -173,7 +173,7 @@ def test_triton_counts_values_in_32_bits() -> None:
 
 def test_flex_refuses_what_it_does_not_read() -> None:
     q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 16))
-    sequences = Sequences.padded(torch.tensor([8, 3]))
+    sequences = Sequences.padded(seqlens_k=torch.tensor([8, 3]))
     for options, code in (
         ({"bias": Band(torch.ones(4, 5, 9), 4)}, "band_bias"),
         ({"bias": Relative(torch.ones(4, 9), 4, "clamp"), "sequences": sequences}, "relative_sequences"),

@@ -15,14 +15,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NewType, cast, get_args
 
-BackendChoice = str | tuple[str, str]
+BuiltInBackend = Literal["cuda", "triton", "flex", "sdpa", "eager", "reference"]
+# `register_backend` returns one, so that type checkers know the name of a backend that a program adds.
+RegisteredBackend = NewType("RegisteredBackend", str)
+BackendName = BuiltInBackend | RegisteredBackend
+BackendChoice = Literal["auto"] | BackendName | tuple[BackendName, BackendName]
 Fallback = Literal["warn", "silent", "error"]
 Rules = Literal["built-in", "profile"]
 
 # In the order in which "auto" prefers them.
-BUILT_IN = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
+BUILT_IN: tuple[str, ...] = get_args(BuiltInBackend)
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 
@@ -85,9 +89,9 @@ def parse_choice(text: str, source: str = "backend") -> BackendChoice:
     """Read "name" or "forward,backward", as environment variables and the command line give it."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) == 1:
-        return names[0]
+        return cast(BackendName, names[0])
     if len(names) == 2:
-        return names[0], names[1]
+        return cast(BackendName, names[0]), cast(BackendName, names[1])
     raise ValueError(f"{source} is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
 
 

@@ -413,7 +413,7 @@ def flash_attn_with_kvcache(
                             f"room for {slots}"
                         )
             if block_table is None:
-                sequences = Sequences.padded(seqlens_k)
+                sequences = Sequences.padded(seqlens_k=seqlens_k)
             else:
                 sequences = Sequences.paged(block_table, seqlens_k)
             if k is not None and v is not None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_dmattn
+from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
@@ -222,7 +223,7 @@ class DynamicMaskAttention(nn.Module):
         softmax_scale: float | None = None,
         qk_norm: bool = False,
         projection_bias: bool = False,
-        backend: str = "auto",
+        backend: BackendChoice = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -110,25 +110,26 @@ class Sequences:
         )
 
     @staticmethod
-    def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
+    def padded(*, seqlens_q: Tensor | None = None, seqlens_k: Tensor) -> Sequences:
         """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
         Causality and windows align the last used query with the last used key.
 
         Args:
-            seqlens_k: (S,), int32 or int64: how many keys of each slot are used.
-            seqlens_q: the same of the queries; None for all Lq.
+            seqlens_q: (S,), int32 or int64: how many queries of each slot are used; None for all Lq.
+            seqlens_k: (S,), how many keys of each slot are used.
 
-        Raises: as `packed`.
+        Raises:
+            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
 
         >>> import torch, flash_dmattn
         >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
-        >>> used = flash_dmattn.Sequences.padded(torch.tensor([9, 4]))  # a cache: what lies behind is not read
+        >>> used = flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([9, 4]))  # keys 4 to 8 of a slot are not read
         >>> out = flash_dmattn.attention(q, k, v, sequences=used)
         >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
         True
         """
-        _check_integers({"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}, "seqlens_k")
+        _check_integers({"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}, "seqlens_k")
         return _checked(Sequences("padded", seqlens_q=seqlens_q, seqlens_k=seqlens_k))
 
     @staticmethod
@@ -152,7 +153,8 @@ class Sequences:
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size by
                 default. They decide which kernels run, and so how results are rounded.
 
-        Raises: as `packed`.
+        Raises:
+            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import disabled, process
+from ..dispatch.config import BackendName, disabled, process
 from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
@@ -402,7 +402,9 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
     return call
 
 
-def measure(row: Row, backend: str, seconds: float, device: torch.device, timer: Timer, shrink: int = 1) -> Figures:
+def measure(
+    row: Row, backend: BackendName, seconds: float, device: torch.device, timer: Timer, shrink: int = 1
+) -> Figures:
     """Time a backend on a row; a refusal, an exception or a result that is not finite is the error of the figures.
 
     Args:

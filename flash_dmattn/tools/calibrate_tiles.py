@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
+from ..dispatch.config import BackendName
 from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
@@ -231,7 +232,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
     return call
 
 
-def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[[], tuple[Tensor, ...]]:
+def pass_of(each: TileClass, call: Mapping[str, Any], backend: BackendName) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs the pass of a call with the kernel of a class, and returns its results."""
 
     def forward() -> tuple[Tensor, ...]:

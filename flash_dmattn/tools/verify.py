@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..backends.protocol import Reason
-from ..dispatch.config import BackendChoice, disabled
+from ..dispatch.config import BackendChoice, disabled, parse_choice
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import available_backends
 from ..explanation import Explanation, explain
@@ -274,7 +274,7 @@ class Sample:
         if BACKENDS[backend].is_differentiable:
             return None
         others = (x for x in available_backends() if x != backend and not BACKENDS[x].is_differentiable)
-        return next((x for x in others if self.explain(backend=(backend, x)).error is None), None)
+        return next((x for x in others if self.explain(backend=parse_choice(f"{backend},{x}")).error is None), None)
 
     def _leaves(self, wanted: tuple[str, ...], exact: bool = False) -> dict[str, Any]:
         tensors = {name: x.double() if exact else x for name, x in self.tensors.items()}

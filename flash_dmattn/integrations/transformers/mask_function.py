@@ -173,7 +173,7 @@ class LayerMask(BlockMask):
                 lengths = self.used.to(self._device).reshape(1).expand(batch).contiguous()
             else:
                 lengths = torch.full((batch,), self.used, dtype=torch.int32, device=self._device)
-            return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(lengths))
+            return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(seqlens_k=lengths))
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
             # With a bias as bits: the passes of every layer would make bits of intervals anew.

@@ -887,7 +887,7 @@ class PreparedMask(ABC):
         return self.view.tensors[0].device
 
     @cached_property
-    def call_key(self) -> tuple[object, ...]:
+    def _call_key(self) -> tuple[object, ...]:
         """Tell calls with such masks apart, whatever these allow; hashable."""
         values = (getattr(self, field.name) for field in _fields(self) if field.compare)
         return self.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values)
@@ -906,10 +906,10 @@ class PreparedMask(ABC):
         if all(x is own for x, own in zip(moved, self.tensors, strict=True)):
             return self
         if self.sequences is None:
-            return self.with_tensors(moved)
-        return self.with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
+            return self._with_tensors(moved)
+        return self._with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
 
-    def with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
+    def _with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
         """Replace the tensors, given in the order of `tensors`, and other fields by name."""
         changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
         return replace(self, **changes)

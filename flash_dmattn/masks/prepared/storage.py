@@ -60,7 +60,7 @@ class BatchMask(PreparedMask):
             x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
             for x in self.tensors
         ]
-        return self.with_tensors(tensors, leading=dims)
+        return self._with_tensors(tensors, leading=dims)
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does, 128 queries at a time; `shape` has Lq rows."""
