@@ -385,7 +385,7 @@ def check_call(call: Sample, dtype: torch.dtype) -> list[Outcome]:
     call = Sample(call.name, tensors, call.flags, call.results, call.dout.to(dtype))
     # The reference is the formula again, under its name as a backend.
     backends = [name for name in BACKENDS if name != "reference"]
-    return [call.yardstick, *(call.check(name, may_be_part=False) for name in backends)]
+    return [call.yardstick, *(call.check(name, allow_partial=False) for name in backends)]
 
 
 def find_failures(checked: Sequence[Outcome], tasks: Sequence[Task]) -> list[str]:

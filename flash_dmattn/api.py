@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .biases import Bias
 from .call import prepare_call, run_call
-from .definition import above, is_dtensor
+from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
-from .problem import Numbers, refuse_keywords
+from .problem import RawFlags, refuse_keywords
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def attention(
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
             `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A
-            `biases.Chosen` has values for the entries of a mask of lists.
+            `biases.ListBias` has values for the entries of a mask of lists.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
@@ -218,13 +218,13 @@ def attention(
     """
     if unknown:
         refuse_keywords(attention, unknown)
-    numbers = Numbers(
+    raw_flags = RawFlags(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
     if type(q) is not Tensor and is_dtensor(q):
-        options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
-        return above().attention(q, k, v, mask, bias, **options)
-    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, numbers), backend)
+        options = {**raw_flags._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
+        return dtensor_module().attention(q, k, v, mask, bias, **options)
+    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -1,6 +1,6 @@
 """Biases in the place of a matrix: one value for each head and distance of a key, or for each entry of lists.
 
-Pass a `Relative`, a `Band` or a `Chosen` as `bias=`. No tensor of queries times keys exists then, in either pass, and
+Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. No tensor of queries times keys exists then, in either pass, and
 the gradient of the values is a sum in fp32, rounded once.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .masks import PreparedMask
     from .masks.prepared.storage import ListMask
 
-__all__ = ["Band", "Chosen", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
+__all__ = ["Band", "ListBias", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
 
 _OUTSIDE = ("error", "clamp", "zero")
 _FLOAT = "a floating-point torch.Tensor"  # for messages
@@ -101,7 +101,7 @@ class Band(NamedTuple):
         return _dense(self, seqlen_q, seqlen_k)
 
 
-class Chosen(NamedTuple):
+class ListBias(NamedTuple):
     """A bias with one value for each entry of a mask of lists; pairs that no entry chose have none.
 
     Equivalent PyTorch, for single keys, and lists that have each key once::
@@ -126,7 +126,7 @@ class Chosen(NamedTuple):
         >>> q = k = v = torch.randn(1, 4, 1, 8)
         >>> lists = PreparedMask.from_lists(torch.tensor([[0, -1], [1, 0], [0, 2], [1, 3]]), seqlen_k=4)
         >>> values = torch.zeros(1, 1, 4, 2, requires_grad=True)
-        >>> attention(q, k, v, lists, biases.Chosen(values)).sum().backward()
+        >>> attention(q, k, v, lists, biases.ListBias(values)).sum().backward()
         >>> values.grad.shape
         torch.Size([1, 1, 4, 2])
     """
@@ -230,7 +230,7 @@ class Chosen(NamedTuple):
     def _has_batch_dims(self, lists: ListMask) -> bool:
         return max(x.dim() for x in self if isinstance(x, Tensor)) > 4 or lists.leading is not None
 
-    def _fold(self, lists: ListMask) -> tuple[Chosen, ListMask, tuple[int, ...]]:
+    def _fold(self, lists: ListMask) -> tuple[ListBias, ListMask, tuple[int, ...]]:
         """Fold the batch dims of values, bias and lists into one; return also these dims."""
         tensors = [x for x in self if isinstance(x, Tensor)]
         shapes = [*(tuple(x.shape[:-3]) for x in tensors), lists.batch_dims]
@@ -242,7 +242,7 @@ class Chosen(NamedTuple):
                 f"bias.values has batch dims {shapes[0]}{beside} and the lists {shapes[-1]}; each needs to be 1 or the "
                 "same"
             ) from None
-        one = Chosen(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
+        one = ListBias(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
         return one, replace(lists.expand_batch(dims), leading=None), dims
 
 
@@ -254,18 +254,18 @@ def _sum(values: Tensor, bias: Tensor) -> Tensor:
 
 
 def lists_beside(mask: Any) -> ListMask:
-    """Return the mask of a call with a `Chosen`; refuse one without lists."""
+    """Return the mask of a call with a `ListBias`; refuse one without lists."""
     if getattr(mask, "form", None) != "lists":
         has = "None" if mask is None else f"a {type(mask).__name__}"
         raise TypeError(
-            f"mask is {has} and bias is a Chosen, of values for entries of lists; mask needs to be a PreparedMask of "
+            f"mask is {has} and bias is a ListBias, of values for entries of lists; mask needs to be a PreparedMask of "
             "from_lists or from_topk_lists"
         )
     lists: ListMask = mask
     return lists
 
 
-Bias = Tensor | Relative | Band | Chosen
+Bias = Tensor | Relative | Band | ListBias
 
 
 class ByDistance(NamedTuple):
@@ -311,12 +311,12 @@ def _broadcast(*sizes: int, divides: bool = False) -> bool:
     return all(x in (1, most) or (divides and x > 0 and most % x == 0) for x in sizes)
 
 
-def refuse_by_distance(bias: object, where: str) -> None:
+def require_dense_bias(bias: object, where: str) -> None:
     """Refuse a bias by distance, or for lists, in calls that do not serve it, and name the tensor to pass."""
-    if isinstance(bias, (Relative, Band, Chosen)):
+    if isinstance(bias, (Relative, Band, ListBias)):
         raise TypeError(
             f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
-            f"bias.dense({'mask' if isinstance(bias, Chosen) else 'seqlen_q, seqlen_k'})"
+            f"bias.dense({'mask' if isinstance(bias, ListBias) else 'seqlen_q, seqlen_k'})"
         )
 
 

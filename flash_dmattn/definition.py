@@ -208,7 +208,7 @@ def is_dtensor(x: object) -> bool:
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
-def above() -> Any:
+def dtensor_module() -> Any:
     """Return `distributed.dtensor`, a layer above `attention`, to which calls with DTensors go."""
     return _load()
 

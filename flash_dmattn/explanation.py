@@ -17,7 +17,7 @@ from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .biases import Band, Bias, ByDistance, Relative
 from .call import prepare_call
-from .definition import above, is_dtensor
+from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
@@ -34,7 +34,7 @@ from .dispatch.selection import (
     selected_names,
     without_order,
 )
-from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, arguments_like, unpacked_spec
+from .problem import AttentionProblem, MaskForm, NeedsGrad, RawFlags, SequenceSpec, arguments_like, unpacked_spec
 from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -245,10 +245,10 @@ def explain(
                 f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
             )
         own = [arguments.pop(name) for name in tensors]
-        explained: Explanation = above().explain(*own, **arguments)
+        explained: Explanation = dtensor_module().explain(*own, **arguments)
         return explained
-    numbers, backend = Numbers(*(arguments.pop(name) for name in Numbers._fields)), arguments.pop("backend")
-    call = prepare_call(**arguments, numbers=numbers)
+    raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
+    call = prepare_call(**arguments, raw_flags=raw_flags)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, _, _ = describe(call)
     copies = call.copies
@@ -308,7 +308,7 @@ def explain_problem(
     sink: bool = False,
     sequences: SequenceSpec | None = None,
     by_distance: ByDistance | None = None,
-    **numbers: Any,
+    **raw_flags: Any,
 ) -> Explanation:
     """Explain a call by its shapes, for the command line and for tables of calls.
 
@@ -325,7 +325,7 @@ def explain_problem(
             a page.
         by_distance: the numbers of a bias by distance; `bias` is the shape of its values, (H, n), or (H, Lq, n), with
             batch dims in front.
-        numbers: fields of `Numbers`.
+        raw_flags: fields of `RawFlags`.
 
     Raises:
         TypeError, ValueError: the description is invalid.
@@ -363,7 +363,7 @@ def explain_problem(
         added,
         meta((num_heads,)) if sink else None,
         None,
-        Numbers(**numbers),
+        RawFlags(**raw_flags),
     )
     problem, _, _ = describe(call._replace(spec=sequences))
     needs_grad = NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink)

@@ -59,7 +59,7 @@ def has_pairs(p: AttentionProblem) -> bool:
     return bool(p.batch and p.num_heads and rows)
 
 
-def takes_tokens(p: AttentionProblem, direction: str) -> bool:
+def accepts_packed_layout(p: AttentionProblem, direction: str) -> bool:
     """Return whether a pass on kernels may take tokens (T, H, D) as they are.
 
     A pass without kernels may not, nor a backward pass that sums over rows (B, H, L) in PyTorch: for the gradient of a

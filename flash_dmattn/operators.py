@@ -49,7 +49,7 @@ _INPUTS = (
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, "
-    "SymInt zero, str outside, int block_q, int block_k, SymInt places, bool chosen, "
+    "SymInt zero, str outside, int block_q, int block_k, SymInt list_size, bool chosen, "
     "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.

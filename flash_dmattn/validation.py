@@ -17,8 +17,8 @@ from .problem import (
     Flags,
     MaskForm,
     NeedsGrad,
-    Numbers,
     Packing,
+    RawFlags,
     Repeats,
     SequenceSpec,
     SequenceView,
@@ -112,19 +112,19 @@ class _Sizes(NamedTuple):
             check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """The arguments of a call in one form, as `call.prepare_call` brings them into it.
 
     Attributes:
         q, k, v: in the dtype of autocast, as `arrival` says.
         mask, bias, sink: as the caller passed them, with leading dims folded.
-        numbers: see `Numbers`.
+        raw_flags: see `RawFlags`.
         repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
         spec, sequences: the layout of the sequences, and the tensors that locate them.
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
         by_distance: the numbers of a bias by distance, whose values are `bias`.
-        is_chosen: whether `bias` has the values of a `Chosen`.
+        is_list_bias: whether `bias` has the values of a `ListBias`.
     """
 
     q: Tensor
@@ -133,7 +133,7 @@ class Call(NamedTuple):
     mask: Mask
     bias: Tensor | None
     sink: Tensor | None
-    numbers: Numbers
+    raw_flags: RawFlags
     arrival: Arrival = "rows"
     repeats: Repeats | None = None
     leading: tuple[int, ...] | None = None
@@ -142,19 +142,19 @@ class Call(NamedTuple):
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
     by_distance: ByDistance | None = None
-    is_chosen: bool = False
+    is_list_bias: bool = False
 
 
-def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
+def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is."""
-    q, k, v, mask, bias, sink, numbers, arrival, repeats, _, sequences, *_ = call
-    by_distance, is_chosen = call.by_distance, call.is_chosen
+    q, k, v, mask, bias, sink, raw_flags, arrival, repeats, _, sequences, *_ = call
+    by_distance, is_list_bias = call.by_distance, call.is_list_bias
     if arrival != "rows":
         q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
-    is_causal, window = numbers.is_causal, numbers.window_size
+    is_causal, window = raw_flags.is_causal, raw_flags.window_size
     mask_spec = None
     mask_packing = bias_packing = _UNPACKED
     mask_form: MaskForm = "none"
@@ -176,7 +176,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form in ("sequence_tiles", "lists") and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None and (is_chosen or by_distance is not None):
+    if bias is not None and (is_list_bias or by_distance is not None):
         bias, bias_packing = _check_values(bias, mask, by_distance, sizes)
     elif bias is not None:
         _check_float("bias", bias)
@@ -184,28 +184,28 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
     if sink is not None:
         _check_sink(sink, sizes)
 
-    causal, window, scale = check_flag("is_causal", is_causal), check_window(window), numbers.softmax_scale
+    causal, window, scale = check_flag("is_causal", is_causal), check_window(window), raw_flags.softmax_scale
     flags = Flags(
         *causal_window(causal, window),
         int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
-        check_softcap(numbers.softcap, scale),
+        check_softcap(raw_flags.softcap, scale),
         torch.are_deterministic_algorithms_enabled()
-        if numbers.deterministic is None
-        else check_flag("deterministic", numbers.deterministic),
+        if raw_flags.deterministic is None
+        else check_flag("deterministic", raw_flags.deterministic),
         *(repeats or _NO_REPEATS),
         mask_packing=mask_packing,
         bias_packing=bias_packing,
-        dropout_p=check_number("dropout_p", numbers.dropout_p),
+        dropout_p=check_number("dropout_p", raw_flags.dropout_p),
         one_mask_row=one_mask_row,
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
-        chosen=is_chosen,
+        chosen=is_list_bias,
         sequences=sequences,
     )
     if mask_form == "lists":
         lists: Any = mask
         block_q, block_k = lists.block_size
-        flags = replaced(flags, block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
+        flags = replaced(flags, block_q=block_q, block_k=block_k, list_size=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -213,7 +213,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
     needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
-        if numbers.return_probs:
+        if raw_flags.return_probs:
             raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
         if sequences.has_pages and any(needs_grad):
             wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
@@ -222,15 +222,15 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad),
         is_causal=causal,
         window_size=window,
-        return_lse=check_flag("return_lse", numbers.return_lse),
-        return_probs=check_flag("return_probs", numbers.return_probs),
+        return_lse=check_flag("return_lse", raw_flags.return_lse),
+        return_probs=check_flag("return_probs", raw_flags.return_probs),
     )
     return problem, mask, bias
 
 
-def follows_warn_only(call: Call, problem: AttentionProblem) -> bool:
+def follows_warn_only(call: PreparedCall, problem: AttentionProblem) -> bool:
     """Tell whether a fixed order of sums is asked for by torch's warn-only mode alone; compilers cannot see that."""
-    if call.numbers.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
+    if call.raw_flags.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
         return False
     return torch.is_deterministic_algorithms_warn_only_enabled()
 

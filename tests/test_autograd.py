@@ -16,7 +16,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.dispatch import selection
-from flash_dmattn.problem import AttentionProblem, Gradients, Numbers
+from flash_dmattn.problem import AttentionProblem, Gradients, RawFlags
 from flash_dmattn.problem.inputs import Saved
 
 B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3
@@ -280,7 +280,7 @@ def test_batched_gradients_are_those_of_each(name: str, backend: str) -> None:
 def test_batched_gradients_of_rows_with_heads_first() -> None:
     q, k, v, _ = (x.transpose(1, 2) for x in leaves())
     for _ in range(2):  # the first call of a class, and another
-        out, _ = run_call(prepare_call(q, k, v, None, None, None, None, Numbers(), heads_first=True), "eager")
+        out, _ = run_call(prepare_call(q, k, v, None, None, None, None, RawFlags(), heads_first=True), "eager")
         many = torch.randn(3, *out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
         mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]

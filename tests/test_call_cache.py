@@ -24,7 +24,7 @@ from flash_dmattn.biases import ByDistance
 from flash_dmattn.call import Call
 from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
+from flash_dmattn.problem import RawFlags, Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
@@ -74,7 +74,7 @@ def test_calls_that_are_alike_are_described_once(described: list[int]) -> None:
 
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
 BY_DISTANCE = ByDistance(2, "clamp", False)
-NUMBERS = Numbers(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
+NUMBERS = RawFlags(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
 OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, 0),
     "softmax_scale": (0.25, None),
@@ -97,7 +97,7 @@ OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
         None,
     ),
     "by_distance": (ByDistance(1, "clamp", False), ByDistance(2, "zero", False), ByDistance(2, "clamp", True), None),
-    "is_chosen": (True,),
+    "is_list_bias": (True,),
 }
 TENSORS = ("q", "k", "v", "mask", "bias", "sink")
 # `spec` describes the tensors of sequences; the others say how results are handed over, not what runs.
@@ -125,7 +125,7 @@ def changed_calls() -> dict[str, tuple[Call, Any]]:
         for what, other in tensor_changes(getattr(one, name)).items():
             changed[f"{name}, {what}"] = one._replace(**{name: other})
     for name, others in OTHER_NUMBERS.items():
-        changed |= {f"{name} {x}": one._replace(numbers=one.numbers._replace(**{name: x})) for x in others}
+        changed |= {f"{name} {x}": one._replace(raw_flags=one.raw_flags._replace(**{name: x})) for x in others}
     for name, others in OTHER_LAYOUTS.items():
         changed |= {f"{name} {x}": one._replace(**{name: x}) for x in others}
     changed |= {f"no {name}": one._replace(**{name: None}) for name in ("mask", "bias", "sink")}
@@ -138,7 +138,7 @@ def changed_calls() -> dict[str, tuple[Call, Any]]:
 
 
 def test_every_field_of_a_call_is_changed_by_some_change() -> None:
-    assert set(OTHER_NUMBERS) == set(Numbers._fields)
+    assert set(OTHER_NUMBERS) == set(RawFlags._fields)
     assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(Call._fields)
 
 

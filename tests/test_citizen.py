@@ -318,13 +318,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "IndexScores": lambda: masks.PreparedMask.from_topk_lists(
         masks.IndexScores(X, X[:, :, 0], torch.ones(2, 24, 2, device="cpu", dtype=torch.float32)), 3
     ),
-    "Chosen": lambda: with_derivatives(
+    "ListBias": lambda: with_derivatives(
         lambda x: flash_dmattn.attention(
             X[:, :4],
             X[:, :4],
             X[:, :4],
             masks.PreparedMask.from_lists(INDEX, seqlen_k=4),
-            flash_dmattn.biases.Chosen(x),
+            flash_dmattn.biases.ListBias(x),
         ),
         SCORES[:, :, :4, :2],
     ),

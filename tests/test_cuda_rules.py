@@ -50,7 +50,7 @@ def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
         return explanation
     problem = explanation.problem
     if lists is not None:
-        flags = problem.flags._replace(block_q=lists[0], block_k=lists[1], places=4)
+        flags = problem.flags._replace(block_q=lists[0], block_k=lists[1], list_size=4)
         problem = problem._replace(mask_form="lists", flags=flags)
     if bias_strides is not None:
         problem = problem._replace(bias=problem.bias._replace(strides=bias_strides))

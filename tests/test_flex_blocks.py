@@ -16,7 +16,7 @@ from flash_dmattn import Sequences
 from flash_dmattn.backends.flex import blocks
 from flash_dmattn.backends.flex import sequences as flex_sequences
 from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, limits_of
-from flash_dmattn.backends.flex.sequences import SequenceBlocks, extents, sequence_blocks
+from flash_dmattn.backends.flex.sequences import SequenceBlocks, sequence_blocks, side_sizes
 from flash_dmattn.problem import AttentionProblem, Packing, SequenceSpec
 
 
@@ -268,7 +268,7 @@ def test_wild_tables_leave_no_tensor() -> None:
 def test_the_operator_is_what_it_tells_compilers(packing: Packing, shape: tuple[int, ...] | None) -> None:
     bounds, spec = five_sequences()
     mask = None if shape is None else torch.rand(shape) < 0.5
-    arguments = (bounds, mask, packing, *map(list, extents(spec)), 10, 0, 4)
+    arguments = (bounds, mask, packing, *map(list, side_sizes(spec)), 10, 0, 4)
     torch.library.opcheck(flex_sequences._SEQUENCES, arguments)
 
 

@@ -19,7 +19,7 @@ import flash_dmattn
 from flash_dmattn import attention, biases, masks, nn
 from flash_dmattn.api import Options
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
-from flash_dmattn.distributed.api import Options as ParallelOptions
+from flash_dmattn.distributed.api import ParallelOptions
 from flash_dmattn.explanation import Explanation
 
 Results = tuple[Tensor, ...]

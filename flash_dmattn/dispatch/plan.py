@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view, tangent_gradients_of, tangents_of
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
-from ..problem.inputs import Parts, Saved, in_rows, parts_of
+from ..problem.inputs import Saved, SavedLayout, in_rows, saved_layout_of
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice, Fallback
@@ -36,7 +36,7 @@ class Plan:
             differentiates the forward pass.
         requested: the choice in force: "auto", a name or a pair.
         choice: the form of the mask that both passes read.
-        parts: how the tensors of a call become `Inputs`.
+        saved_layout: how the tensors of a call become `Inputs`.
         is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         fallback: the policy of the block around the call, for derivatives that another thread computes; None without
@@ -54,7 +54,7 @@ class Plan:
     backward: Backend | None
     requested: BackendChoice
     choice: MaskChoice
-    parts: Parts
+    saved_layout: SavedLayout
     is_differentiable: bool = False
     falls_back: bool = False
     fallback: Fallback | None = None
@@ -98,7 +98,7 @@ def make_plan(
     choice = choose_form(described, forward, backward)
     p = described._replace(mask_form=choice.form, arrival=arrival)
     is_differentiable = forward.is_differentiable
-    plan = Plan(described, p, forward, backward, requested, choice, parts_of(p), is_differentiable, falls_back)
+    plan = Plan(described, p, forward, backward, requested, choice, saved_layout_of(p), is_differentiable, falls_back)
     if not with_passes:
         return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
@@ -152,7 +152,7 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
     return problem._replace(is_causal=is_causal, window_size=window, return_lse=False, flags=flags)
 
 
-def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
+def with_strides(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
     """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])

@@ -22,7 +22,7 @@ from .registry import BACKENDS, check_name, last_resort, works
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
 TANGENT_GRADIENT = "the gradient of a tangent"
 _NO_ACCELERATORS = ("cpu", "meta")
-_BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
+_MEASURED_RULE = "measured_gpu"  # the rule of triton that a profile stands in for
 
 
 class BackendError(RuntimeError):
@@ -308,7 +308,7 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
 
 
 def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
-    return tuple(rule for rule in backend.auto_rules if rule.code != _BUILT_IN)
+    return tuple(rule for rule in backend.auto_rules if rule.code != _MEASURED_RULE)
 
 
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
@@ -330,7 +330,7 @@ def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "b
 
 
 _UNMEASURED = Rule(
-    _BUILT_IN,
+    _MEASURED_RULE,
     lambda p: False,
     lambda p: f"the GPU is {p.arch}, where nobody has compared the kernels with others; {why_unjudged(p)}",
     f'{COMMAND} does, for auto to take them where they are faster; backend="triton" runs it now',
@@ -373,7 +373,8 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     accepted_by = _backends_accepting(problem)
     out_of_service = [reason for reason in reasons if reason.code in ("disabled", "unavailable")]
     is_missing = any(reason.code == "unavailable" for reason in out_of_service)
-    cause, details = backend.probe()[3:] if is_missing else (None, "")
+    probed = backend.probe()
+    cause, details = (probed.exception, probed.details) if is_missing else (None, "")
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {backend.name!r} {verdict}: {problem}"]
     instead = "no other accepts it"

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..problem import Numbers, refuse_keywords
+from ..problem import RawFlags, refuse_keywords
 from .call import ParallelCall, Request, Strategy, choose_backends
 from .exchange import gather_keys, sum_dtype, sum_gradient
 from .group import Group, agree, groups_of, next_number, refuse_together
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Options(TypedDict, total=False):
+class ParallelOptions(TypedDict, total=False):
     """Keywords of `context_parallel_attention` that do not decide what it returns, for the overloads below."""
 
     layout_k: SequenceLayout | None
@@ -52,7 +52,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
@@ -65,7 +65,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -78,7 +78,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -171,9 +171,9 @@ def context_parallel_attention(
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
     groups = groups_of(group)
-    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
+    raw_flags = RawFlags(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
     is_compiling = torch.compiler.is_compiling()
-    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, raw_flags, sequences is not None)
     number = 0 if is_compiling else next_number(groups)
     request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
     if is_compiling:
@@ -188,7 +188,7 @@ def context_parallel_attention(
         heads = call.trade.heads
         mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, mask, bias, sink, None, numbers._replace(return_lse=True))
+        own = prepare_call(q, k, v, mask, bias, sink, None, raw_flags._replace(return_lse=True))
         out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)

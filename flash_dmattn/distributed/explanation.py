@@ -14,7 +14,7 @@ from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, Numbers, arguments_like, as_scores, dtype_name
+from ..problem import AttentionProblem, RawFlags, arguments_like, as_scores, dtype_name
 from .api import context_parallel_attention
 from .call import ParallelCall, Request, find_backends
 from .exchange import share_moved, sum_dtype
@@ -25,7 +25,7 @@ from .slices import ShardedMask, Slice
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .api import Options
+    from .api import ParallelOptions
 
 
 class Transfer(NamedTuple):
@@ -112,7 +112,7 @@ def explain_context_parallel(
     group: Group,
     layout: SequenceLayout,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> ParallelExplanation:
     """Say what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
 
@@ -146,9 +146,9 @@ def explain_context_parallel(
     own, like = explain_context_parallel, context_parallel_attention
     arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
     requested = choice_in_force(arguments.pop("backend"))
-    numbers = Numbers(**{name: arguments.pop(name) for name in Numbers._fields if name in arguments})
+    raw_flags = RawFlags(**{name: arguments.pop(name) for name in RawFlags._fields if name in arguments})
     groups, has_sequences = groups_of(arguments.pop("group")), arguments.pop("sequences") is not None
-    call = Request(**arguments, groups=groups, numbers=numbers, has_sequences=has_sequences, number=0).describe()
+    call = Request(**arguments, groups=groups, raw_flags=raw_flags, has_sequences=has_sequences, number=0).describe()
     layout_k = call.request.layout_k
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()

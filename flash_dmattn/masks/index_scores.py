@@ -99,7 +99,7 @@ class IndexScores:
                 packed sequences, they name single keys; q, k and weights are then of all tokens, with a batch of 1.
 
         Returns:
-            (*batch, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. R is the number of
+            (*batch, 1, R, K), in the dtype of q, for `biases.ListBias`; 0 where a list has no key. R is the number of
             lists, K of their entries.
 
         Raises:

@@ -29,9 +29,9 @@ from .description import Flags as Flags
 from .description import Layout as Layout
 from .description import MaskForm as MaskForm
 from .description import NeedsGrad as NeedsGrad
-from .description import Numbers as Numbers
 from .description import Outside as Outside
 from .description import Packing as Packing
+from .description import RawFlags as RawFlags
 from .description import SequenceSpec as SequenceSpec
 from .description import Shape4 as Shape4
 from .description import TensorSpec as TensorSpec

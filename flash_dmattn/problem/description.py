@@ -44,7 +44,7 @@ class NeedsGrad(NamedTuple):
     sink: bool = False
 
 
-class Numbers(NamedTuple):
+class RawFlags(NamedTuple):
     """The arguments of `attention` that are no tensors, except the backend, as the caller passed them."""
 
     is_causal: bool = False
@@ -107,7 +107,7 @@ class SequenceSpec(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """The checked numbers of a call.
+    """The checked flags and numbers of a call, made of `RawFlags`, and of its mask, bias and sequences.
 
     Attributes:
         left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
@@ -118,9 +118,9 @@ class Flags(NamedTuple):
         one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
         zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
             call are all there ("error") or get another value. "" without such a bias.
-        block_q, block_k, places: of a mask of lists: how many queries share a list, how many keys an entry stands for,
-            and the entries of a list. 0 without lists.
-        chosen: whether the bias has a value for each entry of the lists, a `Chosen`.
+        block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
+            entries of a list. 0 without lists.
+        chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
         sequences: how they lie.
     """
 
@@ -139,7 +139,7 @@ class Flags(NamedTuple):
     outside: Outside | Literal[""] = ""
     block_q: int = 0
     block_k: int = 0
-    places: int = 0
+    list_size: int = 0
     chosen: bool = False
     sequences: SequenceSpec | None = None
 
@@ -319,13 +319,13 @@ class AttentionProblem(NamedTuple):
         parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
         flags = self.flags
         blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
-        lists = f"lists of {flags.places} {blocks}{'' if flags.block_q == 1 else f' for {flags.block_q} queries'},"
+        lists = f"lists of {flags.list_size} {blocks}{'' if flags.block_q == 1 else f' for {flags.block_q} queries'},"
         names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": lists}
         mask = names.get(self.mask_form, "prepared mask")
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("chosen bias", self.chosen, flags.bias_repeat, flags.bias_packing),
+            ("list bias", self.chosen, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
                 parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
@@ -379,7 +379,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
     "lists": lambda p: p.mask_form == "lists",
-    "chosen_bias": lambda p: p.chosen is not None,
+    "list_bias": lambda p: p.chosen is not None,
 }
 
 
@@ -545,7 +545,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
         chosen=_hints(problem.chosen, "shape", "strides"),
-        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "places")._replace(
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "list_size")._replace(
             sequences=_hints(
                 problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"
             )

@@ -154,7 +154,7 @@ class Saved(NamedTuple):
         return Saved(x.in_rows(arrival), result_in_rows(out, arrival), result_in_rows(lse, arrival))
 
 
-class Parts(NamedTuple):
+class SavedLayout(NamedTuple):
     """How the tensors that autograd keeps of a call make `Inputs` and `Saved`: the same for all calls of a plan.
 
     Attributes:
@@ -182,7 +182,7 @@ class Parts(NamedTuple):
         return Saved(self.inputs(*inputs), out, lse)
 
 
-def parts_of(p: AttentionProblem) -> Parts:
-    """Return the parts of the calls of a class, whose masks are in the form that the problem names."""
+def saved_layout_of(p: AttentionProblem) -> SavedLayout:
+    """Return the layout of the saved tensors of a class of calls, whose masks have the form that the problem names."""
     spec = p.sequences
-    return Parts(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)
+    return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)

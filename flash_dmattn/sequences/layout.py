@@ -357,7 +357,9 @@ class Sequences:
 torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
 
 
-def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
+def check_and_lay_out(
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
+) -> tuple[SequenceSpec, SequenceView]:
     """Check q, k, v and the mask of a call with sequences, and describe and lay out the sequences."""
     if not isinstance(sequences, Sequences):
         raise TypeError(

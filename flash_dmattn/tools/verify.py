@@ -233,8 +233,8 @@ class Sample:
         limits = {name: RATIO * x + FLOOR for name, x in errors.items()}
         return replace(self._outcome("formula"), errors=errors, limits=limits)
 
-    def check(self, backend: str, may_be_part: bool) -> Outcome:
-        """Compare a backend with the formula; `may_be_part` lets it run less of a call that it refuses as a whole.
+    def check(self, backend: str, allow_partial: bool) -> Outcome:
+        """Compare a backend with the formula; `allow_partial` lets it run less of a call that it refuses as a whole.
 
         One case shows a part: to compile one for each case would take minutes.
         """
@@ -242,7 +242,7 @@ class Sample:
         reasons = self._refusal(backend, wanted)
         partner = self._backward_partner(backend) if reasons else None
         if reasons and partner is None:
-            parts = (OUTPUTS, OUTPUTS[:1]) if may_be_part else ()
+            parts = (OUTPUTS, OUTPUTS[:1]) if allow_partial else ()
             wanted = next((part for part in parts if not self._refusal(backend, part)), ())
         changes: dict[str, Any] = {"reasons": reasons, "backward": partner}
         if wanted:

@@ -64,8 +64,8 @@ def reader(
 
 
 COLUMNS = 8  # rows of 16-bit values start on 16 bytes, at which they are read and written, if this divides their length
-_SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
-_MOST = 4  # a bias with a value for each score is copied if that takes at most so many times their values
+_SHARED_COPY_RATIO = 4  # a copy of a shared bias is small if q, k, v and out have so many times its values
+_MAX_COPY_RATIO = 4  # a bias with a value for each score is copied if it has at most so many times their values
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -89,7 +89,7 @@ def _is_small_and_shared(p: AttentionProblem) -> bool:
     shape, strides, _ = p.bias
     if p.batch == 1 or not (shape[0] == 1 or strides[0] == 0):
         return False
-    return _SMALL * _copied_values(shape, strides) <= _operand_values(p)
+    return _SHARED_COPY_RATIO * _copied_values(shape, strides) <= _operand_values(p)
 
 
 def _operand_values(p: AttentionProblem) -> int:
@@ -104,7 +104,7 @@ def _has_short_rows(p: AttentionProblem) -> bool:
     assert p.bias is not None
     shape, strides, _ = p.bias
     is_whole = shape[:2] == (p.batch, p.num_heads) and 0 not in strides[:2]
-    return is_whole and _copied_values(shape, strides) <= _MOST * _operand_values(p)
+    return is_whole and _copied_values(shape, strides) <= _MAX_COPY_RATIO * _operand_values(p)
 
 
 def copies_bias(p: AttentionProblem) -> bool:

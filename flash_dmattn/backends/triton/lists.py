@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
             f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
             "of lists read one value per key, have no gradient of it, and read none beside sequences"
         ),
-        "pass biases.Chosen(values, bias), with zeros for values",
+        "pass biases.ListBias(values, bias), with zeros for values",
     ),
 )
 
@@ -130,11 +130,11 @@ def notes(p: AttentionProblem) -> tuple[str, ...]:
         blocks = ("takes blocks of keys as single keys beside sequences",)
         return blocks if p.flags.block_k > 1 else ()
     group = p.num_heads // p.num_heads_k
-    if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.places:
+    if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.list_size:
         return ()
     return (
-        f"reads a key of a list for one query and {group} heads: with {p.flags.places} of {p.seqlen_k} keys in a list, "
-        "PreparedMask.from_mask(mask.dense()) may be as fast where its bits fit in memory",
+        f"reads a key of a list for one query and {group} heads: with {p.flags.list_size} of {p.seqlen_k} keys in a "
+        "list, PreparedMask.from_mask(mask.dense()) may be as fast where its bits fit in memory",
     )
 
 
@@ -142,7 +142,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls with lists."""
     if p.sequences is not None:
         return _forward_beside_sequences(p)
-    if not (has_pairs(p) and p.flags.places):
+    if not (has_pairs(p) and p.flags.list_size):
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
 
@@ -157,7 +157,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls with lists."""
     if p.sequences is not None:
         return _backward_beside_sequences(p)
-    if not (has_pairs(p) and p.flags.places):
+    if not (has_pairs(p) and p.flags.list_size):
         return differentiate_without_keys(p)
     calls, numbers = _kernels(), _numbers(p)
     needs = calls.ListNeeds(*p.needs_grad)
@@ -204,7 +204,7 @@ def _of_rows(p: AttentionProblem) -> AttentionProblem:
     spec = p.sequences
     assert spec is not None
     flags = p.flags
-    flags = flags._replace(left=-1, right=-1, block_k=1, places=flags.places * flags.block_k, sequences=None)
+    flags = flags._replace(left=-1, right=-1, block_k=1, list_size=flags.list_size * flags.block_k, sequences=None)
     batch = 1 if spec.packs_queries else spec.number
     return p._replace(batch=batch, seqlen_q=spec.rows_q, seqlen_k=spec.rows_k, flags=flags)
 

@@ -17,7 +17,7 @@ from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...masks.split import separate
-from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
+from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_name
 from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
@@ -164,8 +164,8 @@ def attend(
         show_observers(module, call)
     if is_plain:
         mask, is_causal, window, _ = arguments
-        numbers = Numbers(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
-        layer = prepare_call(query, key, value, mask, added, sink, None, numbers, heads_first=True)
+        raw_flags = RawFlags(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
+        layer = prepare_call(query, key, value, mask, added, sink, None, raw_flags, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if context is None:
         out = attention(**call)

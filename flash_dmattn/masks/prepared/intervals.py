@@ -63,7 +63,7 @@ def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskInterv
     attend; the active tiles. If the first is 1, a kernel may leave anything in the rest.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
-    start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
+    start, stop, count = torch.zeros(3, batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device)
     step = max(1, packing.CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
     for begin in range(0, seqlen_q, step):
         flags = packing.unpack_words(bits[:, :, begin : begin + step], seqlen_k).to(torch.uint8)

@@ -148,7 +148,7 @@ def tiles_of_lists(
         listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
     classes = torch.where(listed, classes, 0)
     start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
-    return start, stop, order, bounds, *operators.packer(classes).list_tiles(classes)
+    return start, stop, order, bounds, *operators.packer_for(classes).list_tiles(classes)
 
 
 def best(
@@ -204,7 +204,7 @@ def _best(
         if allowed is not None:
             visible = visible & _rows(allowed, rows)
         scores = topk.sort_keys(rows_of(*tensors, rows=rows), visible)
-        made = operators.packer(scores).list_best(scores, high[rows], k, local, keys.shape[3])
+        made = operators.packer_for(scores).list_best(scores, high[rows], k, local, keys.shape[3])
         keys[:, :, rows], count[:, :, rows] = made
     return keys, count
 

@@ -54,7 +54,7 @@ from .operators import (
     interval_walk,
     one_row_form,
     pack_beside,
-    packer,
+    packer_for,
     prepared_view,
     run_mask_intervals,
     run_score_keys,
@@ -682,7 +682,7 @@ class PreparedMask(ABC):
 
         Returns:
             PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
-            `scores.gather(-1, lists.keys.clamp(min=0).long())` are values for `biases.Chosen`.
+            `scores.gather(-1, lists.keys.clamp(min=0).long())` are values for `biases.ListBias`.
 
         Raises:
             TypeError: `scores` is not float, `mask` not bool, or `k` or a length is not an int.
@@ -861,7 +861,7 @@ class PreparedMask(ABC):
         if is_transformed():
             _refuse_mapped("this mask", words(0, min(1, shape[2])), "pass a bool mask, or PreparedMask.from_mask of it")
         bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
-        tensors = bits, classes, *packer(bits).list_tiles(classes)
+        tensors = bits, classes, *packer_for(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
 
     @classmethod

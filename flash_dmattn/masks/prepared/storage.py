@@ -219,7 +219,7 @@ class ListMask(BatchMask):
 
     @property
     def sizes_of_values(self) -> tuple[tuple[int, int], int]:
-        """The rows that values of a `Chosen` may have, one for each query or each list, and their number in a row."""
+        """The rows that values of a `ListBias` may have, one for each query or each list, and their number in a row."""
         return (self.seqlen_q, self.keys.shape[2]), self.keys.shape[3]
 
     @property
