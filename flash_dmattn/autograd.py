@@ -23,6 +23,7 @@ from torch.autograd import forward_ad, profiler
 from . import operators
 from .definition import (
     LIBRARY,
+    by_name,
     distinct,
     each_call,
     is_batched,
@@ -555,26 +556,29 @@ def paired_for_tangents(plan: Plan) -> Plan:
     )
 
 
+_read_operator: Any = by_name(operators.FORWARD_SCHEMA)(lambda arguments: arguments)
+
+
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
-    x = operators.read_inputs(inputs[: operators.NUM_INPUTS])
-    flags = operators.read_flags(x, inputs[operators.NUM_INPUTS : -2])
-    problem = operators.describe_operands(x, flags, x.requires_grad)
+    arguments = _read_operator(*inputs)
+    x = operators.read_inputs(arguments)
+    problem = operators.read_problem(arguments, x.requires_grad)
     # Nobody knows whether lse will have a gradient.
-    chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
+    chosen = select_backward(problem._replace(return_lse=True), arguments.backward or arguments.backend)
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
     # passes read.
     plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), saved_layout_of(problem))
     _keep(ctx, plan, x, *output)
-    ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
+    # An argument that is a list has a list of gradients.
+    lists = {name: each for name, each in arguments._asdict().items() if isinstance(each, (list, tuple))}
+    ctx.gradients = dict.fromkeys(arguments._fields) | {name: [None] * len(each) for name, each in lists.items()}
 
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
-    dq, dk, dv, dbias, dsink = _gradients(ctx, dout, dlse)
-    mask, sequences = ctx.lists
-    own = (dq, dk, dv, mask, None, dbias, dsink, sequences)
-    return *own, *(None,) * (operators.NUM_INPUTS - len(own) + operators.NUM_FLAGS + 2)
+    own = dict(zip(NeedsGrad._fields, _gradients(ctx, dout, dlse), strict=True))
+    return tuple((ctx.gradients | own).values())
 
 
 torch.library.register_autograd(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import profiler
+
+T = TypeVar("T")
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
@@ -23,6 +26,18 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     # The overload packets resolve overloads on every call; `.default` skips that.
     operator: Callable[..., Any] = getattr(torch.ops.flash_dmattn, name).default
     return operator
+
+
+def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
+    """Return a wrapper for functions that read the arguments of a schema by name, as attributes of one object."""
+    arguments = torch._C.parse_schema(f"flash_dmattn::operator{schema}").arguments
+    read: Any = namedtuple("Arguments", [each.name for each in arguments])  # type: ignore[misc]
+
+    def wrap(function: Callable[[Any], T]) -> Callable[..., T]:
+        # The counter of FLOP passes the results of an operator, too, as `out_val`.
+        return lambda *arguments, out_val=None: function(read(*arguments))
+
+    return wrap
 
 
 def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

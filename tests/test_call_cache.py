@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import call
 from flash_dmattn.biases import ByDistance
-from flash_dmattn.call import Call
+from flash_dmattn.call import PreparedCall
 from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import RawFlags, Repeats, SequenceSpec
@@ -104,23 +104,25 @@ TENSORS = ("q", "k", "v", "mask", "bias", "sink")
 NOT_IN_KEY = ("sequences", "jagged", "copies")
 
 
-def whole_call() -> Call:
+def whole_call() -> PreparedCall:
     """A call in one form with all that a call may have."""
     q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
     mask, bias = torch.ones(1, 4, 6, 9) > 0, torch.randn(1, 4, 6, 9)
-    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE)
+    return PreparedCall(
+        q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE
+    )
 
 
-def key_of(one: Call, backend: Any = "auto") -> Any:
+def key_of(one: PreparedCall, backend: Any = "auto") -> Any:
     key = call._key(one, backend, call.blocks.now)
     assert key is not None
     return key
 
 
-def changed_calls() -> dict[str, tuple[Call, Any]]:
+def changed_calls() -> dict[str, tuple[PreparedCall, Any]]:
     """Calls that differ from `whole_call` in one thing, and the backend that is asked for, by name."""
     one = whole_call()
-    changed: dict[str, Call] = {}
+    changed: dict[str, PreparedCall] = {}
     for name in TENSORS:
         for what, other in tensor_changes(getattr(one, name)).items():
             changed[f"{name}, {what}"] = one._replace(**{name: other})
@@ -139,7 +141,7 @@ def changed_calls() -> dict[str, tuple[Call, Any]]:
 
 def test_every_field_of_a_call_is_changed_by_some_change() -> None:
     assert set(OTHER_NUMBERS) == set(RawFlags._fields)
-    assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(Call._fields)
+    assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(PreparedCall._fields)
 
 
 @pytest.mark.parametrize("change", changed_calls())
