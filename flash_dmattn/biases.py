@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name, is_int
+from .problem import Outside, as_scores, bounded, check_flag, check_floats, check_tensor, is_int
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -159,7 +159,7 @@ class ListBias(NamedTuple):
         made = dense_bias(as_scores(self.values), slots, lists.block_size[0])
         if self.bias is None:
             return made
-        _check_float("bias.bias", self.bias)
+        check_floats("bias.bias", self.bias)
         bias = as_scores(self.bias)
         batch, heads, *lengths = made.shape
         if (
@@ -189,7 +189,7 @@ class ListBias(NamedTuple):
             )
         if self.bias is None:
             return self.values
-        _check_float("bias.bias", self.bias)
+        check_floats("bias.bias", self.bias)
         if lists.sequences is not None:
             raise ValueError(
                 "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
@@ -299,12 +299,6 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     return values if is_band else values.unsqueeze(-2), ByDistance(bounded(zero), outside, is_band)
 
 
-def _check_float(name: str, x: object) -> None:
-    check_tensor(name, x, _FLOAT)
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs to be {_FLOAT}")
-
-
 def _broadcast(*sizes: int, divides: bool = False) -> bool:
     """Return whether sizes are 1 or the same; with `divides` also if they divide the largest, as heads of k do."""
     most = max(sizes)
@@ -366,7 +360,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         >>> t5(weight).values.shape
         torch.Size([4, 257])
     """
-    _check_float("weight", weight)
+    check_floats("weight", weight)
     least = 4 if is_bidirectional else 2
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
@@ -420,7 +414,7 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relativ
         >>> alibi(torch.tensor([0.5]), 2, 3).values
         tensor([[-1.0000, -0.5000, -0.0000, -0.5000]])
     """
-    _check_float("slopes", slopes)
+    check_floats("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; it needs (heads,)")
     integer("seqlen_q", seqlen_q)

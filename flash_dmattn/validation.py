@@ -26,6 +26,8 @@ from .problem import (
     as_scores,
     causal_window,
     check_broadcast,
+    check_device,
+    check_dtype,
     check_flag,
     check_number,
     check_scores,
@@ -102,10 +104,6 @@ class _Sizes(NamedTuple):
     device: torch.device
     is_folded: bool
     sequences: SequenceSpec | None
-
-    def check_device(self, name: str, own: torch.device) -> None:
-        if own != self.device:
-            raise ValueError(f"{name} is on {own}; it needs to be on the device of q, {self.device}")
 
     def check_broadcast(self, name: str, shape: Sequence[int]) -> None:
         if not self.is_folded:  # folding has checked the shape that the caller passed
@@ -264,9 +262,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
     batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
-        sizes.check_device(name, x.device)
+        check_dtype(name, x, q.dtype)
+        check_device(name, x.device, sizes.device)
         if x.shape[0] != batch_k:
             other = "q" if batch_k == batch else "k"
             raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of {other}, {batch_k}")
@@ -312,12 +309,12 @@ def _check_sink(sink: Tensor, sizes: _Sizes) -> None:
             f"sink has shape {tuple(sink.shape)}; it needs ({num_heads},): one logit for each head of q"
             + (f" (sink.expand({num_heads}) gives all heads the same)" if sink.numel() == 1 else "")
         )
-    sizes.check_device("sink", sink.device)
+    check_device("sink", sink.device, sizes.device)
 
 
 def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, TensorSpec, Packing]:
     """Validate a dense mask or a bias; return it as a 4-D view, its description, and its packed dim."""
-    sizes.check_device(name, x.device)
+    check_device(name, x.device, sizes.device)
     if sizes.sequences is not None:
         packing = packing_of(name, x.shape, sizes.sequences)
         x = as_scores(x)
@@ -336,7 +333,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
 def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
     """Validate the values of a bias by distance, or for a mask of lists; return a 4-D view, and their packed dim."""
     _check_float("bias.values", x)
-    sizes.check_device("bias.values", x.device)
+    check_device("bias.values", x.device, sizes.device)
     if x.dim() > 4:
         raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
     packing, batch, rows, spec = _UNPACKED, sizes.batch, sizes.seqlen_q, sizes.sequences
@@ -375,7 +372,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
         )
-    sizes.check_device("mask", mask.device)
+    check_device("mask", mask.device, sizes.device)
     for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes.seqlen_q), ("seqlen_k", mask.seqlen_k, sizes.seqlen_k)):
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
@@ -403,7 +400,7 @@ def _describe_beside_sequences(
             f"PreparedMask.{maker} or PreparedMask.from_tree"
         )
     assert isinstance(mask, (ListMask, SequenceTileMask, TreeMask))
-    sizes.check_device("mask", mask.device)
+    check_device("mask", mask.device, sizes.device)
     if not isinstance(mask, TreeMask):
         assert mask.spec is not None
         # The first six fields of both.

@@ -167,7 +167,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("paged", {"v_cache": None}, "TypeError: v_cache is a NoneType; it needs to be a torch.Tensor"),
     ("paged", {"k_cache": POOL.int()}, "TypeError: k_cache has dtype int32; it needs float16, bfloat16, float32 or fl"),
     ("paged", {"v": NEW.half()}, "TypeError: v has dtype float16; it needs that of k_cache, float32"),
-    ("paged", {"k": NEW.to("meta")}, "ValueError: k is on meta; it needs to be where the sequences are, on cpu"),
+    ("paged", {"k": NEW.to("meta")}, "ValueError: k is on meta; it needs to be on the device of sequences, cpu"),
     (
         "paged",
         {"k": TOKENS, "v": TOKENS},

@@ -402,7 +402,7 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("cache is a list; it needs to be a KVCache", layer_call(make_x(), cache=[])),
         ("k is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(None, NEW, None)),
         ("v is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(NEW, None, None)),
-        ("k has dtype int64; it needs floats", lambda: KVCache().append(NEW.long(), NEW, None)),
+        ("k has dtype int64; it needs a floating-point dtype", lambda: KVCache().append(NEW.long(), NEW, None)),
         ("length is True (bool); it needs to be an int", lambda: KVCache().truncate(True)),
     ],
     RuntimeError: [

@@ -295,7 +295,7 @@ def test_a_function_of_flex_attention_is_not_asked_about_no_pairs(seqlen_q, seql
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([True],), TypeError, "mask is a list; it needs to be a torch.bool tensor"),
+        (([True],), TypeError, "mask is a list; it needs to be a bool torch.Tensor"),
         ((torch.ones(2, 2),), TypeError, "mask has dtype torch.float32; it needs to be torch.bool"),
         ((torch.ones(4, dtype=torch.bool),), ValueError, r"mask has shape \(4,\).*pass mask\[None\]"),
         ((torch.ones(1, 4, dtype=torch.bool),), ValueError, "one row for all; seqlen_q is None"),

@@ -101,7 +101,7 @@ CU = torch.tensor([0, 3, 6])
 from_tree = PreparedMask.from_tree
 # The error that each call raises.
 BAD: dict[str, Callable[[], Any]] = {
-    "TypeError: tree is a list; it needs to be a torch.bool tensor": lambda: from_tree([[True]]),
+    "TypeError: tree is a list; it needs to be a bool torch.Tensor": lambda: from_tree([[True]]),
     "TypeError: tree has dtype torch.float32; it needs to be": lambda: from_tree(torch.ones(1, 2, 2)),
     "ValueError: tree has shape (2, 2); it needs to be (sequences or 1, new tokens, new tokens)": lambda: from_tree(
         torch.ones(2, 2) > 0

@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import Sequences, append_to_cache, attention
 from ..dispatch.config import similar
 from ..masks.arguments import integer
-from ..problem import check_number, check_tensor, check_window, dtype_name, values_can_be_read
+from ..problem import check_device, check_number, check_tensor, check_window, dtype_name, values_can_be_read
 
 __version__ = "2.8.3"  # of flash-attn, whose functions these are
 __all__ = [
@@ -582,8 +582,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         check_tensor(name, x)
         if x.dim() < 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs 4 dimensions, or 3 of packed sequences")
-    if slopes.device != q.device:
-        raise ValueError(f"alibi_slopes is on {slopes.device}; it needs to be on the device of q, {q.device}")
+    check_device("alibi_slopes", slopes.device, q.device)
     num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
         needs = f"({num_heads},) or ({entries}, {num_heads})"

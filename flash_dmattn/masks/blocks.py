@@ -93,7 +93,7 @@ def check_blocks(block_mask: Tensor, name: str, number: int, length: int, block:
     if number not in (1, needed):
         raise ValueError(
             f"block_mask has {number} blocks along {name} (shape {tuple(block_mask.shape)}); it needs {needed}, or 1, "
-            f"for {name} = {length} in blocks of {block}."
+            f"for {name} = {length} in blocks of {block}"
         )
 
 
@@ -226,7 +226,7 @@ def expand_lengths(mask: Tensor, seqlen_q: int | None, seqlen_k: int | None) -> 
         if length is None:
             continue
         if mask.size(dim) not in (1, integer(name, length)):
-            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1.")
+            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1")
         sizes = [-1, -1, -1, -1]
         sizes[dim] = length
         mask = mask.expand(*sizes)

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..definition import is_transformed, is_watched
-from ..problem import check_strided, check_tensor, collapse, counts_changes, dtype_name, values_can_be_read
+from ..problem import (
+    check_floats,
+    check_strided,
+    collapse,
+    counts_changes,
+    values_can_be_read,
+)
 from ..remembered import Kept
 
 Empty = Literal["softmax", "zero"]
@@ -158,11 +164,9 @@ def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) ->
 
 
 def _check(x: Tensor, below: float, empty: str, rest: str) -> None:
-    check_tensor("x", x)
     check_strided("x", x)
-    if not x.is_floating_point():
-        advice = "; a bool mask needs no split" if x.dtype == torch.bool else ""
-        raise TypeError(f"x has dtype {dtype_name(x.dtype)}; it needs a float dtype{advice}")
+    is_bool = isinstance(x, Tensor) and x.dtype == torch.bool
+    check_floats("x", x, "; a bool mask needs no split" if is_bool else "")
     if x.dim() == 0:
         raise ValueError("x has shape (); it needs at least one dim, the keys")
     check_below(below)

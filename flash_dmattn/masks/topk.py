@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import bounded, check_flag, collapse, hint
-from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, on_one_device, pad
+from ..problem import bounded, check_device, check_flag, collapse, hint
+from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
 # Heads of `IndexScores` whose products exist at once.
 HEADS = 8
@@ -131,12 +131,13 @@ def topk_arguments(scores: Tensor, mask: Tensor | None, seqlen_q: int | None) ->
     Scores have no gradient, and dims that were expanded are cut to size 1.
     """
     if isinstance(scores, Tensor) and scores.dim() == 0:
-        raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
+        raise ValueError("scores is 0-D; it needs a dim of keys, the last one")
     scores = float_scores(scores)
     allowed = None if mask is None else bool_mask("mask", mask)
-    on_one_device(mask=allowed, scores=scores)
+    if allowed is not None:
+        check_device("mask", allowed.device, scores.device, "scores")
     if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
-        raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
+        raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys")
 
     seqlen_q = _seqlen_q(scores, allowed, seqlen_q)
     scores = collapse(scores, dims=(0, 1, 2))
@@ -157,7 +158,7 @@ def _seqlen_q(scores: Tensor, allowed: Tensor | None, seqlen_q: int | None) -> i
             lengths[name] = tensor.size(2)
     if any(one != other for one, other in pairwise(lengths.values())):
         has = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same.")
+        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same")
     return next(iter(lengths.values()), scores.size(3))
 
 

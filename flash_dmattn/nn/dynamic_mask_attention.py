@@ -14,7 +14,17 @@ from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
-from flash_dmattn.problem import check_flag, check_number, check_strided, check_tensor, dtype_name, values_can_be_read
+from flash_dmattn.problem import (
+    check_device,
+    check_flag,
+    check_floats,
+    check_number,
+    check_strided,
+    check_tensor,
+    check_type,
+    dtype_name,
+    values_can_be_read,
+)
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places
 
@@ -120,10 +130,8 @@ class KVCache:
         for name, x, needs in (("k", k, "B, L, Hk, D"), ("v", v, "B, L, Hk, Dv"), ("scores", scores, "B, L, Hk")):
             if x is None and name == "scores":
                 continue
-            check_tensor(name, x)
+            check_floats(name, x)
             assert x is not None
-            if not x.is_floating_point():
-                raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs floats")
             if x.dim() != needs.count(",") + 1 or x.shape[:3] != k.shape[:3]:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; beside k of shape {tuple(k.shape)} it needs to be ({needs})"
@@ -141,8 +149,7 @@ class KVCache:
                     f"{name} has shape {tuple(x.shape)}; the cache holds "
                     f"({held.shape[0]}, {self.length}, {', '.join(map(str, held.shape[2:]))}): only dim 1 may differ"
                 )
-            if held.device != x.device:
-                raise ValueError(f"{name} is on {x.device}; the cache is on {held.device}")
+            check_device(name, x.device, held.device, "the cache")
 
 
 def _is_read_only(x: Tensor) -> bool:
@@ -410,8 +417,8 @@ class DynamicMaskAttention(nn.Module):
         check_strided("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"cache is a {type(cache).__name__}; it needs to be a KVCache")
+        if cache is not None:
+            check_type("cache", cache, KVCache, "a KVCache")
         past = 0 if cache is None else cache.length
         if attention_mask is not None:  # before the cache changes
             self._check_padding(attention_mask, (x.shape[0], past + x.shape[1]))
@@ -441,8 +448,7 @@ class DynamicMaskAttention(nn.Module):
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None, sequences: Sequences
     ) -> dict[str, Any]:
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
-        if not isinstance(sequences, Sequences):
-            raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+        check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
         if attention_mask is not None:
             raise ValueError("attention_mask is a tensor; beside sequences it needs to be None: they have no padding")
         if sequences.layout != "packed":

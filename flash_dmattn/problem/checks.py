@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..definition import is_mapped
-from .description import Layout, Packing, SequenceSpec
+from .description import Layout, Packing, SequenceSpec, dtype_name
 
 # Dimensions of q, and of k and v, in each layout.
 RANKS: dict[Layout, tuple[int, int]] = {"packed": (3, 3), "padded": (4, 4), "paged": (4, 4), "paged_packed": (3, 4)}
@@ -86,10 +86,34 @@ def check_strided(name: str, x: object) -> None:
         )
 
 
-def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
-    """Refuse what is no tensor; `needs` says what the argument needs to be."""
-    if not isinstance(x, Tensor):
+def check_type(name: str, x: object, kind: type, needs: str) -> None:
+    """Refuse what is not of a type; `needs` says what the argument needs to be."""
+    if not isinstance(x, kind):
         raise TypeError(f"{name} is a {type(x).__name__}; it needs to be {needs}")
+
+
+def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
+    """Refuse what is no tensor."""
+    check_type(name, x, Tensor, needs)
+
+
+def check_floats(name: str, x: object, advice: str = "") -> None:
+    """Refuse what is no tensor of floats; the message of a wrong dtype ends with the advice."""
+    check_tensor(name, x, "a floating-point torch.Tensor")
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs a floating-point dtype{advice}")
+
+
+def check_dtype(name: str, x: Tensor, dtype: torch.dtype, of: str = "q") -> None:
+    """Refuse a tensor of another dtype than the tensor named `of` has."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of {of}, {dtype_name(dtype)}")
+
+
+def check_device(name: str, own: torch.device, device: torch.device, of: str = "q") -> None:
+    """Refuse a tensor on another device than that of the argument named `of`."""
+    if own != device:
+        raise ValueError(f"{name} is on {own}; it needs to be on the device of {of}, {device}")
 
 
 def check_flag(name: str, value: Any) -> bool:

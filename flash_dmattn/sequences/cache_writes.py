@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import FLOAT_DTYPES, PACKED_QUERIES, Layout, check_tensor, dtype_name, values_can_be_read
+from ..problem import (
+    FLOAT_DTYPES,
+    PACKED_QUERIES,
+    Layout,
+    check_device,
+    check_dtype,
+    check_tensor,
+    check_type,
+    dtype_name,
+    values_can_be_read,
+)
 from .layout import Sequences, token_places
 
 
@@ -50,8 +60,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     >>> flash_dmattn.attention(q, k_cache, v_cache, is_causal=True, sequences=cache).shape
     torch.Size([2, 1, 4, 32])
     """
-    if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     tensors = {"k_cache": k_cache, "k": k}
     if v_cache is not None or v is not None:  # None of one alone is refused
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
@@ -74,11 +83,8 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
         check_tensor(name, x)
         if x.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64")
-        if x.dtype != k_cache.dtype:
-            wanted = dtype_name(k_cache.dtype)
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of k_cache, {wanted}")
-        if x.device != sequences.device:
-            raise ValueError(f"{name} is on {x.device}; it needs to be where the sequences are, on {sequences.device}")
+        check_dtype(name, x, k_cache.dtype, "k_cache")
+        check_device(name, x.device, sequences.device, "sequences")
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
                 f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"

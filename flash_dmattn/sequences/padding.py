@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import check_tensor
+from ..problem import check_device, check_tensor
 from .layout import Sequences
 
 
@@ -81,10 +81,7 @@ class Padding:
 
     def _check(self, name: str, x: Tensor) -> None:
         check_tensor(name, x)
-        if x.device != self.indices.device:
-            raise ValueError(
-                f"{name} is on {x.device}; it needs to be on the device of the mask, {self.indices.device}"
-            )
+        check_device(name, x.device, self.indices.device, "the mask")
 
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`.

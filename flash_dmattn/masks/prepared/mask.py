@@ -21,8 +21,10 @@ from ...problem import (
     SequenceSpec,
     bounded,
     causal_window,
+    check_device,
     check_flag,
     check_scores,
+    check_type,
     check_window,
     collapse,
     make_band,
@@ -42,7 +44,6 @@ from ..arguments import (
     float_scores,
     integer,
     integer_tensor,
-    on_one_device,
     pair,
 )
 from ..blocks import MaskStats, check_blocks, expand_blocks
@@ -180,10 +181,10 @@ class PreparedMask(ABC):
         """
         if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
             other = "beside sequences" if sequences is not None else "with as_tiles=True"
-            raise ValueError(f"find_intervals is True; {other} it needs to be False.")
+            raise ValueError(f"find_intervals is True; {other} it needs to be False")
         if sequences is not None:
             if reorder is not None:
-                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None.")
+                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None")
             mask4 = bool_mask("mask", mask)
             spec = _spec_beside("mask", mask, sequences, seqlen_q, seqlen_k)
             packing = packing_of("mask", mask.shape, spec)
@@ -194,7 +195,7 @@ class PreparedMask(ABC):
         if mask.dim() < 2:
             raise ValueError(
                 f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D); it needs 2 dims or more, the last two of "
-                f"them (seqlen_q, seqlen_k); pass mask[None] for keys."
+                f"them (seqlen_q, seqlen_k); pass mask[None] for keys"
             )
         seqlen_q = _full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
         seqlen_k = _full_length("seqlen_k", "column", mask4.size(3), seqlen_k)
@@ -305,9 +306,7 @@ class PreparedMask(ABC):
             [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
         """
         if not callable(mask_mod):
-            raise TypeError(
-                f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)."
-            )
+            raise TypeError(f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)")
         sizes = {"batch_size": batch_size, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         batches, heads, queries, keys = (
             torch.arange(integer(name, size), device=device) for name, size in sizes.items()
@@ -321,11 +320,11 @@ class PreparedMask(ABC):
         def allowed_pair(*position: Tensor) -> Tensor:
             made: Any = mask_mod(*position)
             if not isinstance(made, Tensor):
-                raise TypeError(f"mask_mod returns a {type(made).__name__}; it needs to return a bool tensor.")
+                raise TypeError(f"mask_mod returns a {type(made).__name__}; it needs to return a bool tensor")
             if made.dtype != torch.bool:
-                raise TypeError(f"mask_mod returns {made.dtype}; it needs to return bool.")
+                raise TypeError(f"mask_mod returns {made.dtype}; it needs to return bool")
             if made.dim() > 0:
-                raise ValueError(f"mask_mod returns shape {tuple(made.shape)}; it needs to return a scalar.")
+                raise ValueError(f"mask_mod returns shape {tuple(made.shape)}; it needs to return a scalar")
             return made
 
         allowed: Callable[..., Tensor] = allowed_pair
@@ -437,14 +436,14 @@ class PreparedMask(ABC):
                     [1, 0, 0]], dtype=torch.int32)
         """
         begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
-        on_one_device(stop=ends, start=begins)
+        check_device("stop", ends.device, begins.device, "start")
         # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
         begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
         for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
             if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
                 raise ValueError(
                     f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
-                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1."
+                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1"
                 )
         begins, ends = torch.broadcast_tensors(begins, ends)
         seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
@@ -531,7 +530,7 @@ class PreparedMask(ABC):
             if x is not None and x.size(2) != 1:
                 raise ValueError(
                     f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}); it needs one for all queries; "
-                    "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))."
+                    "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))"
                 )
         keys = run_score_keys(values, allowed)
         batch, heads, seqlen_k = keys.shape
@@ -611,21 +610,21 @@ class PreparedMask(ABC):
         blocks, limits = pair("block_size", block_size, 1), _band_fields(is_causal, window_size)
         if not isinstance(index, Tensor) or index.dtype not in INTEGER_DTYPES:
             has = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"type {type(index).__name__}"
-            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
+            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key")
         if index.dim() < 2:
-            raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
+            raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K)")
         index, leading = _folded(index)
         index = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())]
         window, numbers = causal_window(**limits), {"block_size": blocks, **limits}
         if sequences is not None:
             if blocks[0] != 1:
-                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1.")
+                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1")
             seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
             spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
             lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
             bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
             if index.shape[0] not in (1, entries):
-                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
+                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
                 # Rows without keys may list any.
@@ -712,22 +711,22 @@ class PreparedMask(ABC):
             one, scores = values, values
             batch, heads, rows, number = values.shape
         if allowed is not None:
-            on_one_device(mask=allowed, scores=one)
+            check_device("mask", allowed.device, one.device, "scores")
             shape = common_shape([allowed, allowed.new_empty(batch, heads, rows, number)], ["mask", "scores"])
             if shape[3] != number:
-                raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys.")
+                raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys")
             batch, heads, rows, _ = shape
         if rows == 1 and seqlen_q is not None:
             rows = -(-integer("seqlen_q", seqlen_q) // blocks[0])
         if seqlen_k is None:
             if blocks[1] > 1:
-                raise ValueError(f"seqlen_k is None; with blocks of {blocks[1]} keys it needs to be their number.")
+                raise ValueError(f"seqlen_k is None; with blocks of {blocks[1]} keys it needs to be their number")
             seqlen_k = number
         lengths = _lengths_of_lists("scores", rows, blocks, seqlen_q, integer("seqlen_k", seqlen_k))
         if number != -(-seqlen_k // blocks[1]):
             raise ValueError(
                 f"scores have {number} columns; they need {-(-seqlen_k // blocks[1])}, a block of {blocks[1]} of "
-                f"{seqlen_k} keys each."
+                f"{seqlen_k} keys each"
             )
         window, sizes = causal_window(**limits), (batch, heads, rows, number)
         numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, **limits}
@@ -739,7 +738,7 @@ class PreparedMask(ABC):
         if spec.layout != "packed" or blocks != (1, 1) or batch != 1:
             raise ValueError(
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
-                "1, single keys and packed sequences."
+                "1, single keys and packed sequences"
             )
         _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
         low, high = low + first, torch.where(high < 0, -1, high + first)
@@ -778,7 +777,7 @@ class PreparedMask(ABC):
         bool_mask("tree", tree)
         if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
             raise ValueError(
-                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)."
+                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)"
             )
         return cls._made("tree", (pack_tree(tree),))
 
@@ -831,12 +830,12 @@ class PreparedMask(ABC):
         mask4 = bool_mask("flat", flat)
         spec = _spec_beside("flat", flat, sequences, seqlen_q, seqlen_k)
         if flat.dim() not in (1, 2):
-            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs).")
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs)")
         if values_can_be_read(flat):
             bounds = sequences.bounds_of(spec)
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
-                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
+                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences")
         return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, _band_fields(is_causal, window_size))
 
     @classmethod
@@ -955,7 +954,7 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
     """Check the numbers of a top-k selection; return its band as fields of a mask."""
     integer("k", k, 1)
     if integer("local", local) and not is_causal:
-        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix")
     return _band_fields(is_causal, None)
 
 
@@ -971,10 +970,10 @@ def _full_length(name: str, what: str, size: int, length: int | None) -> int:
     """Return the real length along a dim of a mask, from its size and from the argument."""
     if length is None:
         if size == 1:
-            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number.")
+            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number")
         return size
     if size not in (1, integer(name, length)):
-        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1.")
+        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1")
     return length
 
 
@@ -985,12 +984,12 @@ def _lengths_of_lists(
     block_q = block_size[0]
     if seqlen_q is None:
         if block_q > 1:
-            raise ValueError(f"seqlen_q is None; with lists for {block_q} queries it needs to be their number.")
+            raise ValueError(f"seqlen_q is None; with lists for {block_q} queries it needs to be their number")
         seqlen_q = lists
     if lists != -(-integer("seqlen_q", seqlen_q) // block_q):
         raise ValueError(
             f"{name} has {lists} lists and seqlen_q is {seqlen_q}; it needs {-(-seqlen_q // block_q)} lists, one for "
-            f"{block_q} {'query' if block_q == 1 else 'queries'} each."
+            f"{block_q} {'query' if block_q == 1 else 'queries'} each"
         )
     return seqlen_q, seqlen_k
 
@@ -1002,7 +1001,7 @@ def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
         limit = int(last.expand(index.shape)[place])
-        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}.")
+        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}")
 
 
 def _refuse_mapped(what: str, x: Tensor, instead: str) -> None:
@@ -1012,23 +1011,21 @@ def _refuse_mapped(what: str, x: Tensor, instead: str) -> None:
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:
     if check_flag("compact", compact) and reorder is False:
-        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
+        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out")
 
 
 def _spec_beside(
     name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
     """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
-    if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences.")
+    check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     if seqlen_q is None:
-        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3].")
+        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3]")
     if seqlen_k is None:
         raise ValueError(
-            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size."
+            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size"
         )
-    if mask.device != sequences.device:
-        raise ValueError(f"{name} is on {mask.device}; it needs to be where sequences are, on {sequences.device}.")
+    check_device(name, mask.device, sequences.device, "sequences")
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
