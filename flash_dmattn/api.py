@@ -148,9 +148,11 @@ def attention(
             A hidden key may be NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in torch. With
             `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
-            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
-            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A
-            `biases.ListBias` has values for the entries of a mask of lists.
+            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. Besides a tensor it may be:
+
+            * a `biases.Relative` or `biases.Band`: values by the distance of query and key, as
+              `biases.t5(weight)` makes them; the (Lq, Lk) tensor is never materialised;
+            * a `biases.ListBias`: values for the entries of a mask of lists.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
@@ -181,11 +183,15 @@ def attention(
     | padded | (S, Lq, Hq, D) | (S, Lk, Hk, D or Dv) | (S, Hq, Lq) |
     | paged | (S, Lq, Hq, D), or packed | (pages, page_size, Hk, D or Dv) | as for q |
 
-    A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), with each dim 1 or full. With packed
-    queries it may be packed, too: (H, Tq, max_seqlen_k), whose rows are the rows of q; (H, Tq, 1); or with packed keys
-    (H, 1, Tk). H is 1, Hk or Hq. Rows of no sequence have out 0, lse -inf and zero gradients. No value of one sequence,
-    not even NaN, affects another one; unused slots affect none. q, k and v may also be nested tensors of the jagged
-    layout, (S, j, H, D), without `sequences`; then out is nested, too, and lse is nested as (S, Hq, j).
+    * A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), with each dim 1 or full; H is 1, Hk or
+      Hq. With packed queries it may be packed, too: (H, Tq, max_seqlen_k), whose rows are the rows of q; (H, Tq, 1); or
+      with packed keys (H, 1, Tk).
+    * Rows of no sequence have out 0, lse -inf and zero gradients.
+    * No value of one sequence, not even NaN, affects another one; unused slots affect none.
+    * q, k and v may also be nested tensors of the jagged layout, (S, j, H, D), without `sequences`; then out is nested,
+      too, and lse is nested as (S, Hq, j).
+
+    For example `sequences=Sequences.packed(torch.tensor([0, 3, 8]))` is for rows 0 to 2 and 3 to 7 of q, k and v.
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities.

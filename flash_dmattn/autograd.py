@@ -202,7 +202,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
 
 
 def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
-    """Return the five gradients that autograd asks for: inside of jvp tensors did not tell that they need them."""
+    """Return the five gradients that autograd asks for.
+
+    Inside of jvp `requires_grad` is False for inputs that do need a gradient, so the plan does not know of them.
+    """
     plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + NUM_INPUTS])
     if not any(needs_grad) or (dout is None and dlse is None):
         return None, None, None, None, None
@@ -233,8 +236,9 @@ class Attention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None
 
 
-# `Attention.apply` without its search for transforms, which `attend` has ruled out: that search is as slow as an
-# allocation. A tensor that has outlived a transform stays wrapped, and torch records the tensor inside.
+# `Attention.apply` as C++ defines it. The Python method in front of it looks for transforms of `torch.func`, which
+# takes as long as an allocation; `attend` has ruled out transforms. It also unwraps tensors that have outlived a
+# transform, which `_unwrapped` does here.
 _record = super(torch.autograd.Function, Attention).apply
 _unwrapped = torch._C._functorch.unwrap_if_dead
 
@@ -545,7 +549,7 @@ def _replan(plan: Plan, problem: AttentionProblem) -> Plan:
 
 
 def paired_for_tangents(plan: Plan) -> Plan:
-    """Return the plan for a call of a backend through which autograd goes in reverse mode only, in forward mode."""
+    """Return the plan for forward mode; a backend that PyTorch differentiates in reverse mode only is replaced."""
     problem = plan.problem
     forward = select_tangents(problem, plan.forward)
     backward = None

@@ -43,9 +43,9 @@ def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
 def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the operator if the call is watched, and otherwise its implementation directly.
 
-    It suits operators without gradients whose other tensors derive from the first one, because it only looks at the
-    first. Under a profiler it calls the operator, so that the operator is shown; on meta tensors it does so to run the
-    fake.
+    Use it only for operators without gradients, and only if all tensors that they get are of the same kind as the first
+    (subclass, transform, compiler), because only the first is looked at. Under a profiler it calls the operator, so
+    that the operator is shown; on meta tensors it does so to run the fake.
     """
 
     def run(tensor: Tensor, *others: object) -> Any:
@@ -153,8 +153,9 @@ def one_by_one(
 ) -> tuple[Tensor | None, ...]:
     """Call a function for each dout and dlse of a batch of gradients, and batch its five results.
 
-    torch loops over the batch for every operator that takes and returns single tensors, on any device and thread. So
-    the function runs inside such an operator, which finds it in `_calls` by its number.
+    torch has no rule for such a batch but this one: it loops over the batch for an operator that takes and returns
+    single tensors, on any device and thread. So the function runs inside an operator. An operator cannot take a
+    function, so it takes a number, under which the function is in `_calls`.
     """
     latest: list[tuple[Tensor | None, ...]] = []
 

@@ -182,7 +182,7 @@ class Explanation:
         device = [reason for reason in verdict.reasons if reason.code == "device"]
         why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
-        passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
+        passes = "auto uses it only because no other backend accepts this call" if runs_all else "auto passes it over"
         why += [f"{passes}: {reason}" for reason in verdict.preferences]
         why += verdict.notes
         first, *more = why or [""]

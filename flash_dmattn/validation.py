@@ -259,6 +259,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
+    # Sizes of keys are those of v; below k is compared with them.
     sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
     batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
@@ -403,9 +404,9 @@ def _describe_beside_sequences(
     check_device("mask", mask.device, sizes.device)
     if not isinstance(mask, TreeMask):
         assert mask.spec is not None
-        # The first six fields of both.
-        names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
-        for name, has, needs in zip(names, mask.spec, spec):
+        names = {"layout": "the layout", "number": "sequences", "rows_q": "seqlen_q", "rows_k": "seqlen_k"}
+        for field in (*names, "max_seqlen_q", "max_seqlen_k"):
+            name, has, needs = names.get(field, field), getattr(mask.spec, field), getattr(spec, field)
             if has != needs:
                 raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
         heads = {1, sizes.num_heads, sizes.num_heads_k}

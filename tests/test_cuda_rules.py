@@ -432,7 +432,9 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
             actual = explained(**rule.example, **GRADIENTS)
             refused = cuda.broken_rules(actual.problem, ("backward",))
             assert (actual.forward, actual.backward) == ("cuda", "eager" if refused else "cuda"), rule
-            assert ("auto finds no other here, and else passes it over: " in str(actual)) is not bool(refused)
+            assert ("auto uses it only because no other backend accepts this call: " in str(actual)) is not bool(
+                refused
+            )
         assert explained(device="sm_80").forward == "sdpa"
 
 

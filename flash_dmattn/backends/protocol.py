@@ -144,14 +144,14 @@ class Backend:
         mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask in another form is converted before
             a pass. A backend that lists "keys" loads single keys.
         reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask as it is. If
-            both passes of a call are, its mask is not packed.
+            that holds of both passes of a call, its mask is not packed.
         reads_as_arrived: whether a pass takes q, k and v as `arrival` of the problem says, in head-first layout
             (B, H, L, D) or as tokens (T, H, D), and returns their gradients in it. The results of tokens then are
             (T, Hq, Dv) and (Hq, T). Other passes get views (B, L, H, D).
         repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
             as `mask_repeat` and `bias_repeat` of `Flags` say.
-        refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
-            accepts it.
+        refuses_entries: for a backend without `repeats_entries`: why a pass refuses a mask or a bias that some entries
+            share; empty if it accepts it.
         wide_lse: whether the lse of calls with a bias is float64 between its passes. Next to a bias of -1e9, float32
             cannot hold the log of the sum; `attention` returns float32 all the same. Where log(sum) would vanish even
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.

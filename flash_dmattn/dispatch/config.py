@@ -33,7 +33,8 @@ _RULES = ("built-in", "profile")
 # The default of an argument that may be left out. It is not None, because passing None is an error.
 _LEFT_OUT: Any = ...
 
-# `registry` and `checkpoints`, which need torch, put their functions of these names here when they are imported.
+# Hooks, because this module may not import torch: `registry` and `checkpoints` need it, and replace these two functions
+# by their own when they are imported.
 check_name: Callable[[str], object] = lambda name: None
 follow_checkpoints: Callable[[], None] = lambda: None
 

@@ -116,21 +116,24 @@ def make_plan(
 
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
-    """Return the forward pass of a backend for a class of calls, planned once; so do the three functions below."""
+    """Return the forward pass of a backend for a class of calls, planned once."""
     return _planned(forward_of, backend, problem if backend.is_differentiable else _without_gradients(problem))
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
+    """Return the backward pass of a backend for a class of calls, planned once."""
     return _planned(backward_of, backend, _as_operands_tell(problem))
 
 
 def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
+    """Return the forward pass in forward mode of a backend for a class of calls, planned once."""
     return _planned(tangents_of, backend, _without_gradients(problem))
 
 
 def tangent_gradients_pass(
     backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
 ) -> BackwardTangents:
+    """Return the gradients of calls in forward mode of a backend, planned once for a class of calls."""
     return _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
 
 
@@ -153,7 +156,7 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
 
 
 def with_strides(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
-    """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
+    """Return the problem and the saved tensors for other strides than the planned ones; a prepared mask is copied."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
     mask = problem.mask

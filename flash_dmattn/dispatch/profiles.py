@@ -88,10 +88,18 @@ ROWS: tuple[Row, ...] = (
 def rows_of(p: AttentionProblem) -> tuple[str, ...]:
     """Name the rows that a call belongs to; none where the table says nothing of it.
 
-    Each part of a call has a row: its mask, its bias, grouped heads, and head dims above 64. So does its length, where
-    that is short or decoding, and where no part has one. The nearest length counts: up to 16 queries without gradients
-    are "decode", else fewer than 1024 keys "short", and all others "long". Causality, windows, softcap and determinism
-    change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not timed. On CPUs only fp32 was.
+    | part of the call | row |
+    | --- | --- |
+    | mask | "key mask" or "dense mask" |
+    | bias | "bias per key" or "query" or "score", with ", dbias" if it needs a gradient |
+    | fewer heads in k | "grouped heads" |
+    | a head dim above 64 | "wide heads" |
+    | up to 16 queries, without gradients | "decode" |
+    | else fewer than 1024 keys | "short" |
+    | nothing of this | "long" |
+
+    Causality, windows, softcap and determinism change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not
+    timed. On CPUs only fp32 was.
     """
     if p.dtype not in _TIMED_DTYPES.get(p.device, ()):
         return ()

@@ -277,12 +277,12 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
     """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
 
-    On GPUs but Hopper a profile orders triton, flex and sdpa; without one they have the usual order. Without a profile
-    nobody has measured triton there, but its kernels were compiled for that GPU: it serves calls that the backends
-    before it refuse, with dropout or pages, better than eager PyTorch.
-
-    On Hopper cuda is asked a second time, without its preferences, before sdpa or the last resort. Most preferences
-    leave a call to triton because that is faster, but triton may be disabled or not work.
+    * On a GPU with a profile, other than Hopper: the profile orders triton, flex and sdpa.
+    * On such a GPU without a profile: they have the usual order. Nobody has measured triton there, but its kernels are
+      compiled for the GPU. So it serves calls that the backends before it refuse (with dropout or pages), which is
+      faster than eager PyTorch.
+    * On Hopper: cuda is asked a second time, without its preferences, before sdpa or the last resort. Most preferences
+      leave a call to triton because that is faster, but triton may be disabled or not work.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)

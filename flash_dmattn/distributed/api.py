@@ -125,9 +125,9 @@ def context_parallel_attention(
         mask: bool, read from the right as (B, H, i, j): i is 1, one row for all queries, or Lq / W, the rows of this
             rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
             any number of calls. Rows are never sent.
-        bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
-            keys, the gradient is exact and complete. Otherwise it counts this rank's rows alone, like the gradient of
-            any weight: DDP and FSDP, which sum gradients over ranks, sum it too.
+        bias: of the same shapes, any float dtype. Its gradient has its shape. It is complete if the bias has rows of
+            this rank, or is sharded by keys. A bias that all ranks share has a part of its gradient on each rank, from
+            the rows of that rank, like any weight: DDP and FSDP sum it over ranks, and so does `reduce_bias_grad`.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
             and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:

@@ -281,7 +281,7 @@ class Request(NamedTuple):
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:
-    """Return a tensor of 4 dims that stands for one with values."""
+    """Return a placeholder for a tensor of 4 dims: a shape, with memory for one value."""
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 

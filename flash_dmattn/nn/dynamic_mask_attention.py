@@ -393,7 +393,10 @@ class DynamicMaskAttention(nn.Module):
 
         The mask is dense here. `forward` has the same as a prepared mask, which has no element for each pair.
 
-        Args: as in `forward`; x is appended to a cache here as well.
+        Args:
+            x: (B, L, hidden_size).
+            attention_mask: (B, Lk), nonzero for real tokens, as in `forward`.
+            cache: the keys and values of earlier tokens; those of x are appended to it, as in `forward`.
 
         Returns:
             q (B, L, Hq, D), k and v (B, Lk, Hk, D), mask (B, Hk, L, Lk) bool, bias (B, Hk, 1, Lk) in fp32 at least.

@@ -202,8 +202,9 @@ class AttentionProblem(NamedTuple):
         num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
         q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
-            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n). Nor
-            is a bias of lists, but `chosen`: its values, (Bv, Hv, Lq or lists, places).
+            the call is its own. `bias` is None for the other kinds of bias:
+        relative: the values of a bias by distance, (Bv, Hv, 1 or Lq, n).
+        chosen: the values of a bias of lists, (Bv, Hv, Lq or lists, entries).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
@@ -502,7 +503,8 @@ def describe_tensors(
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
     if flags.sequences is not None:
-        _, batch, _, _, seqlen_q, seqlen_k, *_ = flags.sequences
+        spec = flags.sequences
+        batch, seqlen_q, seqlen_k = spec.number, spec.max_seqlen_q, spec.max_seqlen_k
     is_causal = flags.right == 0
     return AttentionProblem(
         q.device.type,

@@ -134,7 +134,7 @@ def copies_scores(p: AttentionProblem) -> bool:
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
-    """Return whether rows of dbias may have any length: it is then copied from sums or from longer rows."""
+    """Return whether rows of dbias may have any length, because dbias is copied out of a padded buffer or of sums."""
     return p.bias is not None and ((p.bias.shape[0] == 1 and _is_small_and_shared(p)) or pads_dbias(p))
 
 

@@ -178,7 +178,8 @@ def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
 def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
     """Add the gradient of a bias of one number per query: out does not depend on it, and lse as on a summand.
 
-    Summing ds over the keys would give the same but for the rounding of delta, which is then all that is left of it.
+    The sum of ds over the keys is equal to it in exact arithmetic. In 16 bits nearly all of the sum would be the
+    rounding error of delta.
     """
     out = results[0] + bias.flatten()[:0].sum().to(results[0].dtype)
     if len(results) == 1:

@@ -91,8 +91,8 @@ def _has_packed_pairs(p: AttentionProblem) -> bool:
 def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return where queries and keys of each sequence begin and end, int32 (2 S,).
 
-    The kernel takes them for 2 S - 1 sequences. Every other one is what lies between two sequences, mostly nothing,
-    and has results that nobody reads.
+    The kernel takes them for 2 S - 1 sequences. Those with odd numbers are the gaps between two sequences, mostly of
+    length 0; nobody reads their results.
     """
     assert x.sequences is not None
     first_q, number_q, first_k, number_k = x.sequences.bounds.unbind(1)

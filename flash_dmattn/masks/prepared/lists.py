@@ -130,8 +130,8 @@ def tiles_of_lists(
 ) -> tuple[Tensor, ...]:
     """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
 
-    The band alone decides bounds and intervals. Kernels read bounds in partial tiles alone, so kernels that walk tiles
-    serve these lists; nothing that goes by the intervals does.
+    Only the band decides bounds and intervals. Kernels that walk lists of tiles read bounds only in partial tiles, so
+    they can serve these lists. Code that reads the intervals cannot.
 
     Args:
         keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.

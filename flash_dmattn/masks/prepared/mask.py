@@ -81,8 +81,8 @@ class PreparedMask(ABC):
 
     Attributes:
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
-        one_row: whether it was made of a mask with one row for all queries, the band apart. Some kernels then take more
-            queries at once.
+        one_row: whether it was made of a mask with one row for all queries, not counting the causal or window band.
+            Some kernels then take more queries at once.
         sequences: the `Sequences` object that calls have to pass with it; None for other masks.
         view: its form and its tensors, which a kernel backend receives.
     """

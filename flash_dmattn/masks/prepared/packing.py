@@ -160,17 +160,17 @@ def count_bits(bits: Tensor) -> Tensor:
     return total
 
 
-# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for
-# `first` its first row among all rows. So tiles of two sequences never meet, and no sequence has to know the lengths
-# before it.
+# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for `first` the first
+# of its rows. For example, two sequences have 200 and 100 rows: the first has tiles 0 and 1; the second begins
+# with row 200, so with tile 200 // 128 + 1 = 2. Nobody has to know the lengths of the sequences before.
 
 # How a mask lies: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or "tree",
-# new tokens alone.
+# only the new tokens.
 MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
 class TiledSide(NamedTuple):
-    """The queries or the keys of all sequences, numbered in one row; slots of padded ones stand behind one another.
+    """The queries or the keys of all sequences, numbered in one row; slots of padded ones follow one another.
 
     `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
     """
