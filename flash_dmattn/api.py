@@ -127,7 +127,7 @@ def attention(
 
     There may be any number of batch dims: q, k and v are `(*batch, L, H, D)`; mask and bias broadcast against
     `(*batch, Hq, Lq, Lk)` as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one
-    are copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
+    are copied: see `explain`. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
     all on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
     Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
@@ -142,11 +142,11 @@ def attention(
         mask: bool, True where q attends: (B, Hq or Hk, Lq, Lk), each dimension 1 or full. Fewer dimensions, at least 2,
             are aligned from the right as in torch, so a 2-D mask is (Lq, Lk). For padding of (B, Lk) use
             `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
-            It may be a prepared mask of `flash_dmattn.masks`, which serves any number of calls of its lengths. A
+            It may be a prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths. A
             prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
             `sequences` it must be prepared for these sequences, or by `from_tree`.
             A hidden key may be NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in torch. With
-            `sequences` nothing beyond their lengths is read: see docs/masks.md.
+            `sequences` nothing past their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. Besides a tensor it may be:
 

@@ -69,7 +69,7 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
         if is_nested_gradient_traced():
-            # Dynamo drops the derivative of the gradient of every autograd function.
+            # Dynamo drops the gradient of the gradient of every autograd function.
             raise NotImplementedError(
                 "torch.compile traces torch.func.grad of attention inside of another transform, of which it keeps no "
                 'derivative; call attention(..., backend="reference"), or transform outside of torch.compile'
@@ -133,7 +133,7 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
-    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot tell
+    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot know
     # whether a tensor needs a gradient.
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return _run_tangents(plan, x, tangents)
@@ -272,7 +272,7 @@ class TransformedAttention(torch.autograd.Function):
         (q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         if dims[4] is not None or _runs_one_by_one(plan):
             return stacked([_attend_alone(plan, *each) for each in each_call(info.batch_size, dims, tensors)])
-        # The inputs tell which gradients will be needed; all calls share the sink.
+        # The inputs show which gradients will be needed; all calls share the sink.
         needs_grad, mapped = Inputs(q, k, v, bias=bias, sink=sink).needs_grad, (q, k, v, bias)
         call = MappedCall(
             info.batch_size, dims[:4], dims[5:], plan.problem, mapped, others, needs_grad, _reads_repeats(plan)
@@ -528,7 +528,7 @@ def _runs_one_by_one(plan: Plan) -> bool:
 
 
 def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one mapped call; its own inputs tell which gradients it needs."""
+    """Return (out, lse) of one mapped call; its own inputs show which gradients it needs."""
     inputs = plan.saved_layout.inputs(*tensors)
     return attend(_replan(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
 

@@ -33,7 +33,7 @@ _FLOAT = "a floating-point torch.Tensor"  # for messages
 class Relative(NamedTuple):
     """A bias with one value for each head and distance.
 
-    Equivalent PyTorch, with distance 0 where the last query stands at the last key, as everywhere in `attention`::
+    Equivalent PyTorch, with distance 0 between the last query and the last key, as everywhere in `attention`::
 
         distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
         bias = values[..., zero + distance]                                  # (Hv, Lq, Lk) or (Bv, Hv, Lq, Lk)
@@ -41,7 +41,7 @@ class Relative(NamedTuple):
     Attributes:
         values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;
             batch dims are 1 or full. -inf masks. The gradient has its shape and dtype.
-        zero: the index of distance 0; any integer, also one beyond the values.
+        zero: the index of distance 0; any integer, also one outside of the values.
         outside: what distances get that have no value. "error" refuses a call that has such distances, except where
             causality or a window hides them; "clamp" gives them the first or the last value; "zero" gives them 0.
 
@@ -117,7 +117,7 @@ class ListBias(NamedTuple):
             dtype, any strides. Entries are in the order of the index that made the lists. H is 1, the heads of k or the
             heads of q; batch dims are 1 or full.
         bias: an ordinary bias, a tensor, which is added to the values in fp32. With blocks of keys it needs to have one
-            value per query; beside sequences it needs to be None.
+            value per query; with sequences it needs to be None.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ class ListBias(NamedTuple):
 
         Raises:
             TypeError: the mask has no lists, or values or the bias are no tensors.
-            ValueError: the bias tells keys of a block apart, has too many dims, or is beside sequences.
+            ValueError: the bias tells keys of a block apart, has too many dims, or is passed with sequences.
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
@@ -247,7 +247,7 @@ class ListBias(NamedTuple):
 
 
 def _sum(values: Tensor, bias: Tensor) -> Tensor:
-    """Add two tensors of four dims, with the heads of either, in fp32 at least: 16 bits would round the sum."""
+    """Add two tensors of 4 dims, with the heads of either, in fp32 at least: 16 bits would round the sum."""
     heads = max(values.shape[1], bias.shape[1])
     dtype = torch.promote_types(torch.promote_types(values.dtype, bias.dtype), torch.float32)
     return repeat_heads(values, heads).to(dtype) + repeat_heads(bias, heads)
@@ -269,7 +269,7 @@ Bias = Tensor | Relative | Band | ListBias
 
 
 class ByDistance(NamedTuple):
-    """The numbers of a bias by distance, beside its tensor."""
+    """The numbers of a bias by distance, which come with its tensor."""
 
     zero: int
     outside: Outside
@@ -277,7 +277,7 @@ class ByDistance(NamedTuple):
 
 
 def split(bias: Any) -> tuple[Any, ByDistance | None]:
-    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return others as is."""
+    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return a tensor as is."""
     if not isinstance(bias, (Relative, Band)):
         return bias, None
     is_band = isinstance(bias, Band)
@@ -350,7 +350,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
 
     Raises:
         TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
-        ValueError: `weight` has another shape, too few buckets, or an odd number beside `is_bidirectional`, or
+        ValueError: `weight` has another shape, too few buckets, or an odd number with `is_bidirectional`, or
             `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
@@ -435,7 +435,7 @@ def from_function(
     Args:
         function: gets the distances in fp32, (n,), ascending; returns the values, (H, n) or (n,).
         low, high: the least and the greatest distance; at least `1 - seqlen_k` to `seqlen_q - 1` of a call, unless
-            `outside` says otherwise.
+            `outside` is another one.
         device: of the distances.
         outside: see `Relative`.
 

@@ -71,7 +71,7 @@ def prepare_call(
         arrival = "tokens" if spec.packs_queries else "rows"
     q, k, v = follow_autocast(q, k, v)
     if is_transform_traced():
-        # Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
+        # For Dynamo the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
         views: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in (q, k, v, values, sink)]
         q, k, v, values, sink = views
     if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
@@ -102,7 +102,7 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
-    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler sees the operators that pack
+    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler shows the operators that pack
         view = plan.view(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)

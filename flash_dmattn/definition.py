@@ -1,4 +1,4 @@
-"""Turns functions into operators of torch, one node of a graph for each call, and tells which calls need them."""
+"""Turns functions into operators of torch, one node of a graph for each call, and detects which calls need them."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def sequence_query_gradient(
 
 
 def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
-    """Unpack rows (1, H, T) to (S, H, most), by position in their sequence; positions beyond its end get `rest`."""
+    """Unpack rows (1, H, T) to (S, H, most), by position in their sequence; positions past its end get `rest`."""
     place = torch.arange(most, device=x.device)
     rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
     return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)

@@ -45,7 +45,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
-# A `SequenceSpec` is passed as three fields: the tensors tell the rest.
+# A `SequenceSpec` is passed as three fields: the rest follows from the tensors.
 _SPEC = {"layout": "dense", "max_seqlen_q": 0, "max_seqlen_k": 0}
 _NUMBERS = Flags._fields[:-1]
 _MAY_BE_SYMBOLS = ("mask_repeat", "bias_repeat", "zero", "list_size", "max_seqlen_q", "max_seqlen_k")
@@ -207,8 +207,8 @@ def _tangent_gradients_fake(a: Any) -> list[Tensor]:
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Map the operator under `torch.func.vmap` in a graph, where the rules of `autograd.py` do not apply."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in arguments):
-        # Dynamo runs the operator itself below vmap, and the derivative of an operator serves no transform. This error
-        # breaks the graph.
+        # Dynamo runs the operator itself below vmap, and the derivative of an operator is not used by transforms. This
+        # error breaks the graph.
         raise NotImplementedError(
             "torch.compile traces torch.func.grad of vmap of attention, for which it keeps no derivative; "
             'call attention(..., backend="reference"), or transform outside of torch.compile'

@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     Mask = Tensor | PreparedMask | None
 
 
-# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
+# Once: torch.is_autocast_enabled raises for a device type that has no autocast.
 AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v to the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
-    # On the path of every call: torch spells the device's name anew each time that it is asked for.
+    # On the path of every call: torch spells the device's name anew each time.
     kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -114,7 +114,7 @@ class PreparedCall(NamedTuple):
     """The arguments of a call in one form, as `call.prepare_call` brings them into it.
 
     Attributes:
-        q, k, v: in the dtype of autocast, as `arrival` says.
+        q, k, v: in the dtype of autocast, in the layout `arrival`.
         mask, bias, sink: as the caller passed them, with leading dims folded.
         raw_flags: see `RawFlags`.
         repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
@@ -227,7 +227,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
 
 
 def follows_warn_only(call: PreparedCall, problem: AttentionProblem) -> bool:
-    """Tell whether a fixed order of sums is asked for by torch's warn-only mode alone; compilers cannot see that."""
+    """Return whether a fixed order of sums is requested only by torch's warn-only mode, which compilers cannot see."""
     if call.raw_flags.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
         return False
     return torch.is_deterministic_algorithms_warn_only_enabled()
@@ -259,7 +259,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
-    # Sizes of keys are those of v; below k is compared with them.
+    # Sizes of keys come from v; below k is compared with v.
     sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
     batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
@@ -434,7 +434,7 @@ def _describe_beside_sequences(
 
 
 def _own_band(mask: BatchMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
-    """Take the band of the mask, which a limit of the call may repeat but not change."""
+    """Take the band of the mask, which a limit of the call may equal but not change."""
     is_causal, window = check_flag("is_causal", is_causal), check_window(window_size)
     right = 0 if mask.is_causal else mask.window_size[1]
     fits = right == 0 if is_causal else window[1] in (-1, right)

@@ -108,7 +108,7 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
 
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
+    """Compute the gradients as differentiable PyTorch, whose gradient is the second derivative of attention."""
     numbers, dropout, tensors = formula_numbers(problem), dropout_of(problem, x), (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
         own = for_sequences(problem, x)

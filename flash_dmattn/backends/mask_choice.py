@@ -37,8 +37,8 @@ FEW_HEADS = 8
 def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
     """Choose one form for both passes of a call, so that its mask is packed once.
 
-    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note` says
-    so. Lists are never converted here: a pass that walks tiles makes tiles of them for itself, because a second
+    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note`
+    reports so. Lists are never converted here: a pass that walks tiles makes tiles of them for itself, because a second
     derivative can read lists, and cannot read the tiles.
     """
     if problem.mask_form == "lists":
@@ -180,7 +180,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
 
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
-    """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
+    """Return the backward pass, with the same conversions; gradients have the layout in which q, k and v arrived."""
     run = _plan_backward(backend, problem)
     if problem.bias_tensor is None or backend.wide_lse:
         return run
@@ -223,7 +223,7 @@ def tangents_of(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
 
 
 def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
-    """Return the gradients of a call in forward mode, with the same conversions; they lie as q, k and v arrived."""
+    """Return the gradients of a call in forward mode, converted alike, in the layout in which q, k and v arrived."""
     assert backend.plan_tangent_gradients is not None
     arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
     run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)

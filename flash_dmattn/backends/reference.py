@@ -80,7 +80,7 @@ def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
 
 
 def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
-    """Return the bias of a call, whose values for entries of lists have the lists beside them."""
+    """Return the bias of a call, with the lists if it has values for entries of lists."""
     if inputs.bias is not None and problem.flags.chosen:
         return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
     return bias_of(problem, inputs)

@@ -249,7 +249,7 @@ class Block:
         blocks.now = _in_force((*blocks.now.entered, self))
 
     def __exit__(self, *error: object) -> None:
-        """End the innermost entry of this block; all others stay in force, also the ones that began later."""
+        """End the innermost entry of this block; other entries stay in force, also those that began later."""
         entered = blocks.now.entered
         for index in range(len(entered) - 1, -1, -1):
             if entered[index] is self:
@@ -273,7 +273,7 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
 
 
 class config(Block):
-    """Choose or switch off backends, say what a fallback does and record decisions, for the calls in a `with` block.
+    """Choose or switch off backends, set what a fallback does and record decisions, for the calls in a `with` block.
 
     It also decorates a function, for the calls in it.
 
@@ -287,7 +287,7 @@ class config(Block):
         disabled: a name or a tuple of names to switch off, even for calls that name them. Backends that are already off
             stay off.
         fallback: the policy if only eager PyTorch has a call of "auto" on an accelerator, its tangents or its second
-            derivative. "warn" is the default and warns once per cause. "silent" says nothing. "error" raises
+            derivative. "warn" is the default and warns once per cause. "silent" reports nothing. "error" raises
             `BackendUnsupportedError`.
         record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` the calls
             that run do so: one for many that `torch.vmap` maps, or two where tangents are computed behind out.
@@ -342,7 +342,7 @@ class config(Block):
         record: list[Decision] = _LEFT_OUT,
         **unknown: object,
     ) -> None:
-        """Change the settings of the process, which hold where no block says otherwise.
+        """Change the settings of the process, which hold where no block has others.
 
         An argument that is left out keeps its setting.
 

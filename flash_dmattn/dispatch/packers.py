@@ -28,7 +28,7 @@ from .registry import works
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
-    """Tell whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
+    """Return whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
     return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 

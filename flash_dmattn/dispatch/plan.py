@@ -30,8 +30,8 @@ class Plan:
 
     Attributes:
         described: the problem as validation describes it.
-        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v lie as they
-            arrive.
+        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v have the
+            layout in which they arrive.
         forward, backward: the backend of each pass. backward is None if no gradient is needed, or if PyTorch
             differentiates the forward pass.
         requested: the choice in force: "auto", a name or a pair.

@@ -20,7 +20,7 @@ class _Registry(Mapping[str, Backend]):
     """The backends by name, in the order in which "auto" prefers them.
 
     Attributes:
-        table: all of them; replaced as a whole and never edited, so that a reader sees no change halfway through.
+        table: all of them; replaced as a whole and never edited, so that no reader gets a change halfway through.
         version: another number after each change. It is part of the key of remembered choices: a choice that was made
             before a change is not found after it, whenever it is stored.
     """

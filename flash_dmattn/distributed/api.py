@@ -131,11 +131,11 @@ def context_parallel_attention(
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
             and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). The gradient of a bias then counts this rank's heads alone.
+            (B, H, Lq / outer size, ·). The gradient of a bias is then that of this rank's heads.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
-            biases stay. "ulysses" trades heads for positions; it serves calls without rows of masks or biases, whose
+            biases stay. "ulysses" trades heads for positions; it is for calls without rows of masks or biases, whose
             heads the ranks divide. "auto" takes the one that sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
@@ -143,7 +143,7 @@ def context_parallel_attention(
             before it is computed. More groups take less memory, and more time.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
-        sink: (Hq,), as in `attention`, the same on every rank; its gradient counts this rank's rows alone.
+        sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
         sequences, dropout_p: refused.
 
     Returns:
@@ -153,7 +153,7 @@ def context_parallel_attention(
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
             every call and backward pass; it names the ranks and what each has.
-        BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
+        BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends runs on all ranks.
         NotImplementedError: on a second derivative, which only "ulysses" with `backend="eager"` has.
 
     Gathered keys: Llama Team, The Llama 3 herd of models (2024). Traded heads: Jacobs et al., DeepSpeed Ulysses (2023).
@@ -177,7 +177,7 @@ def context_parallel_attention(
     number = 0 if is_compiling else next_number(groups)
     request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
     if is_compiling:
-        # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
+        # A refusal is raised only on this rank: nothing can be sent while a graph is traced.
         call = request.describe()
         pair = choose_backends(call, backend)
     else:

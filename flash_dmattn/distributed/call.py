@@ -92,7 +92,7 @@ class ParallelCall(NamedTuple):
             one = slice_problem(p, self.slices[0], self.trade.heads, self.layout_k.length)
             strides = unpacked_spec((p.batch, one.seqlen_q, one.num_heads, p.head_dim)).strides
             return [one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)]
-        # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
+        # Dynamo of torch 2.11 sorts only by numbers, not by tuples.
         parts = dict.fromkeys(
             (part._replace(row=0, row_stop=part.seqlen_q), self.keys_held(rank))
             for rank in range(self.members.size)
@@ -166,7 +166,7 @@ class Request(NamedTuple):
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
             )
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it says what is wrong
+            describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it raises the error
         request = self._replace(q=q, k=k, v=v)
         call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
@@ -216,7 +216,7 @@ class Request(NamedTuple):
         return request._over_group(self)._replace(trade=trade)
 
     def _over_group(self, passed: Request) -> ParallelCall:
-        """Make the call over one group; q, k and v of `passed` say whether they need gradients."""
+        """Make the call over one group; q, k and v of `passed` show whether gradients are needed."""
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
         layout, layout_k = self.layout, self._check_layouts(members.size)
@@ -286,7 +286,7 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
 
 
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
-    """Tell whether a mask or a bias has one row for all queries, and only the keys of this rank."""
+    """Return whether a mask or a bias has one row for all queries, and only the keys of this rank."""
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
         return False
     rows, keys = as_scores(x).shape[2:]
@@ -394,7 +394,7 @@ def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> 
 
 
 def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
-    """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
+    """Return the first backend that accepts one pass of all slices, out of the favourites of slices, or else of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
     names = list(BACKENDS.table)  # Dynamo of torch 2.11 does not unpack the registry itself
@@ -412,7 +412,7 @@ def choose_strategy(
 ) -> tuple[str, str]:
     """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
 
-    `has_rows` says whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
+    `has_rows` is whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
     """
     if requested not in ("auto", "gather", "ulysses"):
         raise ValueError(f"strategy is {requested!r}; it needs to be one of 'auto', 'gather', 'ulysses'")

@@ -34,7 +34,7 @@ Dims = tuple[int | None, ...]
 def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
-    q decides for the others, which are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
+    q determines placements; arguments are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
@@ -167,7 +167,7 @@ class ShardedCall:
             )
 
     def _check_rows(self, q: Any, mesh_dims: int) -> None:
-        """Refuse lengths that leave a rank a single position, because one row of a mask stands for all queries."""
+        """Refuse lengths that leave a rank a single position, because a mask with one row is read for all queries."""
         if mesh_dims > 1:
             raise ValueError(
                 f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "

@@ -1,8 +1,8 @@
 """Which keys each rank reads, and the collectives that move tensors between ranks and send their gradients back.
 
 Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
-run, whatever the network does. Three operators serve a call beside its keys: they move a mask or a bias that is sharded
-by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
+run, whatever the network does. Three operators move other tensors than the keys: they move a mask or a bias that is
+sharded by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Moves(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Number of positions that it sends to others, each as often as it is sent."""
+        """Number of positions that it sends to other ranks, each as often as it is sent."""
         return sum(length_of(runs) for rank, runs in enumerate(self.sends) if rank != self.rank)
 
     @property
     def received(self) -> int:
-        """Number of positions that it receives from others."""
+        """Number of positions that it receives from other ranks."""
         return sum(length_of(runs) for rank, runs in enumerate(self.receives) if rank != self.rank)
 
 
@@ -67,7 +67,7 @@ def length_of(runs: Runs) -> int:
 
 
 def place_in(runs: Runs, position: int) -> int:
-    """Return how many positions of the runs stand before one of them."""
+    """Return how many positions of the runs come before one of them."""
     place = 0
     for start, stop in runs:
         if start <= position < stop:
@@ -298,7 +298,7 @@ ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right,
 class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
-    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` says whether
+    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` is whether
     ranks send each other the keys that are read; else every rank gets all of them. `number` counts the calls, so that
     ranks know each other's backward passes; it is 0 in a compiled graph.
     """
@@ -473,7 +473,7 @@ class _Exchange(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.back = inputs[1]
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        if isinstance(output, tuple):  # a tensor without gradient beside others stays without one
+        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 

@@ -74,7 +74,7 @@ class RankRows(NamedTuple):
         """Fill out and lse of a group of heads, whose k and v have the keys that the rank holds, in global order."""
         query_heads = heads.of(self.q.shape[2])
         slices = zip(self.parts, self.places, self.views)
-        # The largest first: while it is computed the host gets the others ready.
+        # The largest first: while it is computed the host prepares the other ones.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
             out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
@@ -108,7 +108,7 @@ class RankRows(NamedTuple):
             place = None if group_dbias is None else _cleared_around(group_dbias, part)
             if place is not None and backend.stores_dbias:
                 rest["dbias_out"] = place
-            # out and lse lie as every backend has written them.
+            # out and lse have the layout in which every backend writes them.
             saved = Saved(
                 inputs, out[:, part.rows, query_heads].contiguous(), lse[:, query_heads, part.rows].contiguous()
             )
@@ -233,7 +233,7 @@ class Operands(NamedTuple):
 
 
 class GatherSettings(NamedTuple):
-    """All that both operators receive beside tensors; `flat` has it in the order of their schemas.
+    """All that both operators receive besides tensors; `flat` has it in the order of their schemas.
 
     `mask_forms` has the form of each slice's mask; `forward` and `backward` are names of backends.
     """
@@ -355,7 +355,7 @@ def _backward_flop(a: Any) -> int:
 gather_forward = define_counted(
     "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake, _forward_flop
 )
-# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
+# A list has only the requested gradients: an operator cannot return None under torch.compile.
 _BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]"
 gather_backward = define_counted("gather_backward", _BACKWARD_SCHEMA, _backward, _backward_fake, _backward_flop)
 
@@ -380,7 +380,7 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass; a second derivative is refused."""
         q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
-        # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
+        # Ranks that send nothing back would keep other ranks waiting, so a gradient of nothing is one of zeros.
         dout = torch.zeros_like(out) if dout is None else dout
         run = GatherGradients.apply if torch.is_grad_enabled() else _gradients
         gradients = run(dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)

@@ -27,7 +27,7 @@ def integer(name: str, value: int, minimum: int = 0) -> int:
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
-    """Return `value` as a pair of ints of at least `minimum`; one int stands for both."""
+    """Return `value` as a pair of ints of at least `minimum`; one int is used for both."""
     if is_int(value):
         value = (value, value)  # type: ignore[assignment]
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -70,7 +70,7 @@ def bool_mask(name: str, mask: Tensor) -> Tensor:
 
 
 def four_dims(name: str, tensor: Tensor) -> Tensor:
-    """Add dims of size 1 on the left until there are four."""
+    """Add dims of size 1 on the left until there are 4."""
     if tensor.dim() > 4:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs at most 4 dims, "

@@ -61,7 +61,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
 def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None) -> Tensor:
     """Let each query see `left` keys before its position, its own key, and `right` keys after it.
 
-    Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
+    Query i is aligned with key p = i + seqlen_k - seqlen_q, with p - left <= j <= p + right. `(-1, 0)` is
     the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
 
     Args:
@@ -113,7 +113,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     Raises:
         TypeError: `lengths` is not integer.
         ValueError: `lengths` has another rank or a negative length, or sums to more than `total_length`. On an
-            accelerator values are not looked at: a negative length counts as 0 and what is too long is cut.
+            accelerator values are not looked at: a negative length counts as 0 and a length that is too long as seqlen.
 
     Example:
         >>> document_ids([2, 0, 3], total_length=6)
@@ -141,7 +141,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
 
     Args:
         ids: integer tensor or list, (Lq,) or (B, Lq): the document of each query, for instance from
-            `document_ids(lengths)`. Negative ids are padding: such a query sees nothing, such a key is unseen.
+            `document_ids(lengths)`. Negative ids are padding: such a query has no keys, and such a key no queries.
         ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
 
     Returns:
@@ -302,7 +302,7 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
 
     Args:
         masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
-            means "attend everywhere": it changes nothing in `"and"` and decides `"or"`.
+            means "attend everywhere": it has no effect in `"and"` and is the result of `"or"`.
         op: `"and"` or `"or"`.
 
     Returns:

@@ -48,7 +48,7 @@ def weighted_products(q: Tensor, k: Tensor, weights: Tensor, relu: bool, scale: 
 
 
 def row_chunks(number: int, step: int) -> list[slice]:
-    """Split rows into chunks. One chunk has no ends, because a loop binds a length that a compiler has a symbol for."""
+    """Split rows into chunks. One chunk has no limits: a loop would bind a length that a compiler has a symbol for."""
     if hint(number) <= hint(step):
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, number, step)]
@@ -110,7 +110,7 @@ def topk_mask(
     """
     k = bounded(integer("k", k, 1))
     check_flag("is_causal", is_causal)
-    # Loops follow the sizes, which a compiler would bind: it sees one operator.
+    # Loops follow the sizes, which a compiler would bind: for it there is one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
     selected: Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
     return selected
@@ -128,7 +128,7 @@ def _selected(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_
 def topk_arguments(scores: Tensor, mask: Tensor | None, seqlen_q: int | None) -> tuple[Tensor, Tensor | None, int]:
     """Check the arguments of `topk_mask`; return scores and mask, 4-D with aligned heads, and the number of queries.
 
-    Scores have no gradient, and dims that were expanded are cut to size 1.
+    Scores have no gradient, and dims that were expanded are reduced to size 1.
     """
     if isinstance(scores, Tensor) and scores.dim() == 0:
         raise ValueError("scores is 0-D; it needs a dim of keys, the last one")
@@ -310,7 +310,7 @@ def topk_stops(keys: Tensor, k: int) -> Tensor:
 def topk_intervals(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
     """Find the run of queries that keep each key (B, H, Lk), by causal top-k; both ends are 0 if no query keeps it.
 
-    The last query stands at the last key. A query also sees the last `local` keys up to its own.
+    The last query is aligned with the last key. A query also gets the last `local` keys up to its own.
     """
     seqlen_k = keys.size(2)
     position = torch.arange(seqlen_k, device=keys.device)

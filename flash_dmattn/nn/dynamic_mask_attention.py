@@ -49,7 +49,7 @@ class KVCache:
     storage is allocated ahead and doubled when it runs out. One cache belongs to one layer.
 
     Args:
-        max_length: number of tokens to allocate for at the first `append`; the cache still grows beyond it.
+        max_length: number of tokens to allocate for at the first `append`; the cache still grows past it.
 
     >>> cache = KVCache(max_length=8)
     >>> k = v = torch.zeros(1, 3, 2, 4)
@@ -153,7 +153,7 @@ class KVCache:
 
 
 def _is_read_only(x: Tensor) -> bool:
-    """Tell whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
+    """Return whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
     return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -196,11 +196,11 @@ class DynamicMaskAttention(nn.Module):
         rope_theta: base of the rotary wavelengths.
         softmax_scale: factor of q @ k; default head_dim ** -0.5.
         qk_norm: normalise q and k per head by their root mean square, with a learned gain, before the rotation.
-        projection_bias: give the four projections a bias of their own.
+        projection_bias: give the 4 projections a bias of their own.
         backend: passed to `flash_dmattn.attention`.
         device, dtype: of the parameters.
 
-    Shapes of the parameters beyond q_proj, k_proj, v_proj, o_proj: score_proj.weight (Hk, Hk * D) is W,
+    Shapes of the parameters besides q_proj, k_proj, v_proj, o_proj: score_proj.weight (Hk, Hk * D) is W,
     score_scale (Hk,) is A.
 
     Raises:
@@ -299,16 +299,16 @@ class DynamicMaskAttention(nn.Module):
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
             cache: a `KVCache` of this layer, to which x is appended; None without decoding.
-            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends to itself alone.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends only to itself.
 
         Returns:
-            The shape and dtype of x. A query that sees padding only, or a token of no sequence, gets the o_proj of
+            The shape and dtype of x. A query with only padding, or a token of no sequence, gets the o_proj of
             zero.
 
         Raises:
             TypeError: an argument has the wrong type, or attention_mask is one of floats.
             ValueError: x or attention_mask has the wrong shape, or arguments do not go together.
-            Others: as `KVCache.append`. After an error the cache is as before.
+            Any other error: as `KVCache.append`. After an error the cache is as before.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
         >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
@@ -440,7 +440,7 @@ class DynamicMaskAttention(nn.Module):
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it needs to be (batch, keys) = {needed}, "
                 "cached tokens included"
             )
-        # Numbers to be added to scores, 0 for a real token, would say the opposite.
+        # Numbers to be added to scores, 0 for a real token, would mean the opposite.
         if attention_mask.is_floating_point() or attention_mask.is_complex():
             raise TypeError(
                 f"attention_mask has dtype {dtype_name(attention_mask.dtype)}; it needs bools or integers, "
@@ -531,7 +531,7 @@ class DynamicMaskAttention(nn.Module):
             return padding
         scores = ranked(scores)
         if seqlen_q == 1:
-            # A single query sees every key, so that there are no prefixes to sort.
+            # A single query attends to every key, so that there are no prefixes to sort.
             keep = topk_mask(scores, self.keep_window_size, mask=padding)
             if self.local_window_size == 0:
                 return keep
@@ -568,6 +568,6 @@ class DynamicMaskAttention(nn.Module):
         order = run_score_keys(by_sequence[:, :, None], None)
         start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
         position = positions[:, None]
-        # Head by head, because the comparison takes four bytes for each byte of the mask.
+        # Head by head, because the comparison takes 4 bytes for each byte of the mask.
         rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
         return torch.stack(rows)

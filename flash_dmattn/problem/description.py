@@ -15,9 +15,9 @@ Shape4 = tuple[int, int, int, int]
 BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"]
-# How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
-# or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
-# packed queries ("paged_packed").
+# The layout of the sequences of a batch. Each is an entry of the batch, of full length ("dense") or used in part
+# ("padded"); or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also
+# beside packed queries ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
@@ -58,7 +58,7 @@ class RawFlags(NamedTuple):
 
 
 class SequenceSpec(NamedTuple):
-    """How the sequences of a call lie.
+    """The layout of the sequences of a call.
 
     Attributes:
         layout: see `Layout`.
@@ -91,7 +91,7 @@ class SequenceSpec(NamedTuple):
         return self.layout == "packed"
 
     def shape_of_tiles(self, mask_heads: int) -> Shape4:
-        """Return the shape of the bool tensor that a `SequenceTileMask` beside these sequences unpacks to."""
+        """Return the shape of the bool tensor that a `SequenceTileMask` with these sequences unpacks to."""
         if self.packs_queries:
             return 1, mask_heads, self.rows_q, self.max_seqlen_k
         return self.number, mask_heads, self.max_seqlen_q, self.max_seqlen_k
@@ -121,7 +121,7 @@ class Flags(NamedTuple):
         block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
             entries of a list. 0 without lists.
         chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
-        sequences: how they lie.
+        sequences: their layout.
     """
 
     left: int
@@ -283,7 +283,7 @@ class AttentionProblem(NamedTuple):
         return self.bias or self.relative or self.chosen
 
     def with_bias(self, bias: Tensor | None) -> AttentionProblem:
-        """Describe the call with this tensor of a bias, of the kind that the flags say."""
+        """Describe the call with this tensor of a bias, of the kind that the flags name."""
         spec, flags = None if bias is None else spec_of(bias), self.flags
         relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
         return replaced(self, bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
@@ -300,7 +300,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def partly_shared(self) -> tuple[str, ...]:
-        """Name the mask and the bias where some entries of the batch share one and others do not: see `Flags`."""
+        """Name the mask and the bias where only some entries of the batch share one: see `Flags`."""
         if self.sequences is not None:
             return ()
         specs = (("mask", self.mask), ("bias", self.bias_tensor))
@@ -401,7 +401,7 @@ def make_band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Band | N
     """Return the diagonals of a window that `causal_window` made, aligned bottom-right; None if it forbids nothing."""
     left, right = window
     aligned = seqlen_k - seqlen_q
-    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
+    # Unlimited sides, and limits past the last diagonal, become the diagonal past the last: all sums stay in int32.
     low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
     high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
     return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
@@ -463,7 +463,7 @@ def sm_number(arch: str) -> int | None:
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Tell whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
+    """Return whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
 
     A dim of size 1 among the first three never takes its stride.
     """

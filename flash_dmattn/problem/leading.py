@@ -1,4 +1,4 @@
-"""Fold dims into the four that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
+"""Fold dims into the 4 that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
 
 q, k and v (*batch, L, H, D) become (B, L, H, D), B the product of batch. A mask or a bias keeps a batch of its own, of
 Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. In a call with a batch of (B1, B2), a mask of
@@ -34,7 +34,7 @@ class _Folded(NamedTuple):
     x: Any
     repeat: int
     dims: Dims  # the leading dims before they were folded, each 1 or full
-    note: str | None = None  # says why it was copied
+    note: str | None = None  # why it was copied
 
 
 def fold_call(
@@ -42,8 +42,8 @@ def fold_call(
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
     """Fold the leading dims of a call: q, k, v, mask, bias, these dims, the repeats, and notes on copied tensors.
 
-    A mask or a bias of a wrong type passes, for validation to refuse. `by_distance` and `is_list_bias` say what kind of
-    bias has these values, and whether each query has its own.
+    A mask or a bias of a wrong type passes, for validation to refuse. `by_distance` and `is_list_bias` tell what kind
+    of bias has these values, and whether each query has its own.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         check_strided(name, x)
@@ -119,9 +119,9 @@ def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Fold
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
     """Fold a tensor (*dims, ...) of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    A shared dim between two that are not has to be expanded: no repeat describes it. Without `repeats` no part of the
-    batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0 count
-    as size 1, so that none of them is copied.
+    A shared dim between two that are not has to be expanded: no number of repeats is right. Without `repeats` no part
+    of the batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0
+    count as size 1, so that none of them is copied.
     """
     leading = len(batch)
     if not keeps_shape:
@@ -143,7 +143,7 @@ def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeat
 
 
 def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
-    """Cut every dim that was expanded (stride 0) back to size 1."""
+    """Reduce every dim that was expanded (stride 0) to size 1."""
     for dim in dims:
         if x.shape[dim] > 1 and x.stride(dim) == 0:
             x = x.narrow(dim, 0, 1)
@@ -151,7 +151,7 @@ def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
-    """Expand the leading dims that lie between full ones; return the dims and their repeat.
+    """Expand the leading dims between full ones; return the dims and how often they repeat.
 
     >>> _sharing((2, 1), (2, 5)), _sharing((1, 5), (2, 5)), _sharing((2, 1, 3, 1), (2, 5, 3, 4))
     (((2, 1), 5), ((1, 5), 1), ((2, 5, 3, 1), 4))
@@ -178,7 +178,7 @@ def merge(x: Tensor, leading: int) -> Tensor:
 
 
 def has_one_stride(x: Tensor, leading: int) -> bool:
-    """Tell whether so many leading dims are one dim of one stride, so that `merge` is a view.
+    """Return whether so many leading dims are one dim of one stride, so that `merge` is a view.
 
     >>> import torch
     >>> x = torch.zeros(2, 3, 5)
@@ -294,5 +294,5 @@ class MappedCall:
         entries = x.shape[1]
         batch = (self._size, self._batch // max(entries * repeat, 1), entries, repeat)
         if math.prod(batch) != self._size * self._batch:
-            batch = (self._size, 1, self._batch, 1)  # no entries beside an empty batch
+            batch = (self._size, 1, self._batch, 1)  # no entries for an empty batch
         return _fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)

@@ -14,15 +14,15 @@ from .layout import Sequences
 class Padding:
     """The padding of a batch: takes it out of tensors, and puts it back.
 
-    A model then computes embeddings and MLPs for real tokens alone, and gives `sequences` to attention. Making one
+    A model then computes embeddings and MLPs only for real tokens, and gives `sequences` to attention. Making one
     waits for the device once, to count the tokens.
 
     Args:
-        mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may stand on either side, or
+        mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may be on either side, or
             between.
 
     Attributes:
-        sequences: where the tokens of each sequence lie: `Sequences.packed` with max_seqlen_q and max_seqlen_k.
+        sequences: the tokens of each sequence: `Sequences.packed` with max_seqlen_q and max_seqlen_k.
         indices: int64 (tokens,), the place of each in the flattened batch.
 
     Raises:
@@ -101,7 +101,7 @@ torch.serialization.add_safe_globals([restore_padding])
 class Jagged:
     """A call whose q, k and v are `torch.nested` tensors of the jagged layout, (S, j, H, D): tokens and sequences.
 
-    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` says where they lie.
+    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` has their layout.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:

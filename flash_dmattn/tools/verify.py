@@ -89,7 +89,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one backend on one case: errors beside their limits, or the reasons why it did not run."""
+    """The result of one backend on one case: errors with their limits, or the reasons why it did not run."""
 
     backend: str
     device: str
@@ -159,7 +159,7 @@ def verify_on(
 ) -> list[Outcome]:
     """Run some backends on every case on one device; write the table to `stream` row by row.
 
-    Once `has_time`, which is asked before each case, says no, no further case is begun.
+    Once `has_time`, which is called before each case, is False, no further case is begun.
     """
     name = dtype_name(dtype)
     header = "backend".ljust(11) + "case".ljust(23) + "".join(x.ljust(15) for x in (*OUTPUTS, *GRADIENTS)) + "verdict"

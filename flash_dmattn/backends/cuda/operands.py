@@ -118,7 +118,7 @@ def copies_bias(p: AttentionProblem) -> bool:
 def forward_copies_bias(p: AttentionProblem) -> bool:
     """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
 
-    Narrow heads have kernels of more rows with tiles. A copy beside a mask would have what no query sees.
+    Narrow heads have kernels of more rows with tiles. With a mask, a copy would have values of hidden keys.
     """
     if not copies_bias(p):
         return False
@@ -199,7 +199,7 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
     """Return whether kernels can write a dbias of one value per query and key into rows of a larger tensor.
 
-    Only the main kernel can, by TMA. It serves a bias with a value for each entry and head, without softcap or dropout.
+    Only the main kernel can, by TMA. It takes a bias with a value for each entry and head, without softcap or dropout.
     Other kernels want a contiguous dbias.
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):

@@ -164,7 +164,7 @@ probe = Probe(_load)
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Say what a call costs beyond its kernels, for `explain`."""
+    """Return notes on the costs of a call besides its kernels, for `explain`."""
     costs = []
     bias, needs = problem.bias, problem.needs_grad
     if bias is not None and widens(bias.dtype, needs.bias, bias_class(bias.shape, bias.strides)):

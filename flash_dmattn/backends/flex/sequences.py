@@ -107,7 +107,7 @@ class SequenceRows(NamedTuple):
     """Queries or keys in rows of tiles: int32.
 
     Attributes:
-        token: (rows,), which of all tokens lies in each row; -1 in an empty row.
+        token: (rows,), which of all tokens is in each row; -1 in an empty row.
         row: (tokens,), the row of each token; -1 for a token that no sequence has.
         sequence, place: (rows,), the sequence of each row, and the place of its token in it. An empty row has the place
             of another token of its sequence: kernels add to a gradient there what they mask, which is 0, or NaN if
@@ -306,7 +306,7 @@ def as_rows(x: Tensor, packing: Packing, queries: SequenceRows, keys: SequenceRo
     """Bring a mask or a bias into the order of the rows, and name the packing by which it is still to be read.
 
     A tensor with a value per score stays as it is, and is read through `Places`: see `graph.Shared`. Any other one is
-    copied into the order of the rows, and None says so.
+    copied into the order of the rows, and the second result is None.
     """
     b, _, i, j = x.shape
     if i > 1 and j > 1:

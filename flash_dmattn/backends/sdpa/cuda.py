@@ -150,7 +150,7 @@ def _plan_packed_backward(p: AttentionProblem) -> Backward:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Copy x where kernels cannot read it: its rows have no unit stride, begin off 16 bytes, or stand for several."""
+    """Copy x where kernels cannot read it: rows of no unit stride, rows off 16 bytes, or one row read as several."""
     unit = 16 // x.element_size()
     others = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     is_read = x.stride(3) == 1 and all(stride > 0 and stride % unit == 0 for stride in others)

@@ -16,7 +16,7 @@ from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
 MAX_BLOCK_OF_QUERIES = 128
-# Head dims above 256, as of latent heads, have kernels for 16 bits alone: tiles of fp32 do not fit.
+# Head dims above 256, as of latent heads, have kernels only for 16 bits: tiles of fp32 are too large.
 MAX_HEAD_DIM, MAX_WIDE_HEAD_DIMS = 256, (576, 512)
 # Tiles of a bool mask are as fast as lists of single keys where Lk * G is so many times K: see docs/notes/lists.md.
 _LEVEL = 256
@@ -40,7 +40,7 @@ def _fits_tiles(p: AttentionProblem) -> bool:
 
 
 def _pitch(page_size: int, strides: tuple[int, ...]) -> int:
-    """Return how many rows of keys lie from a page of a cache to the next; 0 where they are no whole number."""
+    """Return the number of rows of keys from a page of a cache to the next; 0 where they are no whole number."""
     if page_size == 1:
         return 1
     return 0 if strides[1] == 0 or strides[0] % strides[1] else strides[0] // strides[1]
@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def notes(p: AttentionProblem) -> tuple[str, ...]:
-    """Say where tiles of a bool mask would be as fast as a call with lists."""
+    """Note where tiles of a bool mask would be as fast as a call with lists."""
     if p.sequences is not None:
         blocks = ("takes blocks of keys as single keys beside sequences",)
         return blocks if p.flags.block_k > 1 else ()
@@ -210,11 +210,11 @@ def _of_rows(p: AttentionProblem) -> AttentionProblem:
 
 
 def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Turn a call beside sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
+    """Turn a call with sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
 
-    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are cut to what their queries see,
-    so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq). Nothing waits
-    for the device.
+    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are shortened to keys that their
+    queries see, so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq).
+    Nothing waits for the device.
     """
     from ...masks.prepared.lists import keys_seen  # importing flash_dmattn does not need it
 

@@ -1,4 +1,4 @@
-"""Both passes on the Triton kernels; a launch plan serves a class of calls whose tensors have equal alignment."""
+"""Both passes on the Triton kernels; a launch plan is for a class of calls whose tensors have equal alignment."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass of a call takes a bool mask as it is; beside sequences `packs_beside_sequences` decides."""
+    """Return whether a pass of a call takes a bool mask as it is; with sequences see `packs_beside_sequences`."""
     if p.sequences is not None:
         return False
     if direction == "tangents":
@@ -94,8 +94,8 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
 def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
-    Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
-    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of wide heads, which cuts rows.
+    Head-first tensors are only for passes with short rows. Their backward pass allocates gradients like q, k and v,
+    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of large heads, which cuts rows.
     """
     if p.mask_form == "lists":
         return False
@@ -229,7 +229,7 @@ def _tiles_of_tree(p: AttentionProblem, x: Inputs) -> MaskView:
 
 
 def _places(x: Inputs, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return the alignment of each tensor, in bytes modulo 16, or None if all are 0; and where pages lie."""
+    """Return the alignment of each tensor, in bytes modulo 16, or None if all are 0; and size and stride of pages."""
     q, k, v, mask, bias, sink, sequences, dropout = x
     tensors, pages = (q, k, v, bias, sink, dropout, *mask.tensors, *others), None
     if sequences is not None:

@@ -33,13 +33,13 @@ def seen_blocks(
 
 
 class SeenKeys(NamedTuple):
-    """The keys that each query beside sequences may see; all (1 or S, rows), int64 but for `is_used`.
+    """The keys that each query may see with sequences; all (1 or S, rows), int64 but for `is_used`.
 
     Attributes:
         own: the number of its sequence, any for a row of no sequence.
         is_used: whether a row is a query of a sequence.
         first: the first key of its sequence among the rows of k; 0 where keys are not packed.
-        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it sees none.
+        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it has none.
     """
 
     own: Tensor
@@ -54,7 +54,7 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> Se
 
     Args:
         bounds: int32 (S, 4), of the sequences.
-        spec: how they lie.
+        spec: their layout.
         window: of the mask, with causality folded in.
     """
     shape = (1 if spec.packs_queries else spec.number, spec.rows_q)
@@ -128,9 +128,9 @@ map_each("order_lists", _ORDERED)
 def tiles_of_lists(
     keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
 ) -> tuple[Tensor, ...]:
-    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
+    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have only the listed ones.
 
-    Only the band decides bounds and intervals. Kernels that walk lists of tiles read bounds only in partial tiles, so
+    Bounds and intervals are those of the band. Kernels that walk lists of tiles read bounds only in partial tiles, so
     they can serve these lists. Code that reads the intervals cannot.
 
     Args:

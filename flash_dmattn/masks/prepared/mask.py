@@ -77,7 +77,7 @@ class PreparedMask(ABC):
     """A mask in the form that kernels walk, for any number of calls; its classmethods `from_...` make one.
 
     `attention` takes it in the place of a bool mask. How it is stored is chosen by the classmethod: `form` is "tiles",
-    "keys", "intervals" or "lists", and beside sequences "sequence_tiles" or "tree".
+    "keys", "intervals" or "lists", and with sequences "sequence_tiles" or "tree".
 
     Attributes:
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
@@ -124,16 +124,16 @@ class PreparedMask(ABC):
     ) -> PreparedMask:
         """Convert a bool mask, with causality and window, to the form that kernels walk; it is read once.
 
-        The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
-        method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by PyTorch,
-        with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were expanded
-        (stride 0) count as size 1 and are never materialised.
+        The result is equal to `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what
+        its method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by
+        PyTorch, with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were
+        expanded (stride 0) count as size 1 and are never materialised.
 
         A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys. Both take O(Lk)
         of memory, besides lists of tiles, with a band or without. Any other mask is stored as tiles, in Lq * Lk / 8
         bytes for each of its heads; tiles outside the band are not read.
 
-        With `sequences` the mask has the shapes that `attention` takes beside them: by position, packed rows or packed
+        With `sequences` the mask has the shapes that `attention` takes with them: by position, packed rows or packed
         keys. The band applies to each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
         for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
 
@@ -146,9 +146,9 @@ class PreparedMask(ABC):
                 `block_table.shape[1] * page_size`.
             is_causal: forbid keys past i + Lk - Lq.
             window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
-            reorder: of a mask of one row, put kept keys first, so that kernels visit no others; k and v are then copied
-                in each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on,
-                where the copy is cheap beside the call.
+            reorder: of a mask of one row, put kept keys first, so that kernels visit only these; k and v are then
+                copied in each call. It pays where kept keys are scattered, not for padding. By default from 4096
+                queries on, where the copy is cheap compared with the call.
             as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
                 bias of one value per query and key: kernels then read bits, which they would make of intervals in each
                 pass.
@@ -157,12 +157,12 @@ class PreparedMask(ABC):
                 stored as intervals, and `reorder` applies: by default keys get an order if the tiles that it saves pay
                 for it in a forward pass. Any other mask is stored as without it. The program waits for the answer,
                 once. A CUDA graph cannot capture that, and `torch.compile` breaks its graph for it.
-            sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
+            sequences: the sequences of the calls; `reorder` and `find_intervals` are refused with them,
                 and tiles are what is made.
 
         Returns:
             PreparedMask, of the form "intervals" or "keys" where the mask has one row for all queries, "intervals"
-            where `find_intervals` found some, else "tiles"; "sequence_tiles" beside sequences.
+            where `find_intervals` found some, else "tiles"; "sequence_tiles" with sequences.
 
         Raises:
             TypeError: not a bool tensor, or a length, flag or window of another type.
@@ -236,7 +236,7 @@ class PreparedMask(ABC):
             is_causal, window_size: the band, as in `from_mask`.
 
         Returns:
-            PreparedMask, of tiles; where one row of blocks stands for all queries what `from_mask` makes of one row.
+            PreparedMask, of tiles; where one row of blocks is for all queries what `from_mask` makes of one row.
 
         Raises:
             TypeError: `block_mask` is not bool, or a size is not an int.
@@ -285,10 +285,10 @@ class PreparedMask(ABC):
         for each block, so later changes of tensors that it reads have no effect.
 
         Args:
-            mask_mod: a function of four int64 scalars, the batch, head, query and key, whose bool scalar allows the
+            mask_mod: a function of 4 int64 scalars, the batch, head, query and key, whose bool scalar allows the
                 pair. It runs below `torch.vmap`, as in FlexAttention.
             seqlen_q, seqlen_k: number of queries and keys.
-            batch_size, num_heads: of the calls, for a function that uses b or h; 1 will do for others.
+            batch_size, num_heads: of the calls, for a function that uses b or h; 1 is enough for any other.
             is_causal, window_size: the band, as in `from_mask`.
             device: where to run the function and put the result: where the tensors are that it reads.
 
@@ -354,7 +354,7 @@ class PreparedMask(ABC):
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> PreparedMask:
-        """Prepare the mask of packed documents: each query sees the keys of its own document.
+        """Prepare the mask of packed documents: each query attends to the keys of its own document.
 
         Equivalent to `PreparedMask.from_mask(document_mask(ids, ids_k), is_causal=is_causal, window_size=window_size)`,
         for two queries or more.
@@ -409,12 +409,12 @@ class PreparedMask(ABC):
         Args:
             start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast
                 against each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. Numbers below 0 or above `seqlen_q`
-                are cut; a key with `start >= stop` is seen by nobody.
+                are clamped; a key with `start >= stop` is seen by nobody.
             seqlen_q: number of queries.
             is_causal, window_size: the band, as in `from_mask`; it is folded in.
             reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. It pays where keys
-                that are seen lie scattered among others, as in `from_topk`, and not for windows or documents.
-            compact: of an order, make places for live keys alone, as in `from_topk`.
+                that are seen are scattered among hidden ones, as in `from_topk`, and not for windows or documents.
+            compact: of an order, make places only for live keys, as in `from_topk`.
 
         Returns:
             PreparedMask, of intervals.
@@ -450,7 +450,7 @@ class PreparedMask(ABC):
         limits = _band_fields(is_causal, window_size)
         reorder = check_flag("reorder", reorder)
         _check_compact(compact, reorder)
-        # Rows outside of the band, and rows that do not exist, are cut.
+        # Rows outside of the band, and rows that do not exist, are left out.
         band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
         if band is not None:
             keys = torch.arange(seqlen_k, device=begins.device)
@@ -487,13 +487,13 @@ class PreparedMask(ABC):
             is_causal: only keys j <= i + Lk - Lq are allowed to query i.
             mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
             seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
-            local: a causal query also sees the last `local` allowed keys up to its own, which do not count as part
+            local: a causal query also gets the last `local` allowed keys up to its own, which do not count as part
                 of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
             reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where
-                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone
-                decide: the heads of `scores` stand for the heads of the call, and a backward pass is expected where
+                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Only sizes
+                decide: the heads of `scores` count as the heads of the call, and a backward pass is expected where
                 `scores` need a gradient.
-            compact: make an order with places for live keys alone. With independent scores few are live, about
+            compact: make an order with places only for live keys. With independent scores few are live, about
                 k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k, v and the
                 sums of their gradients in each call. The program waits for their number, once. A CUDA graph cannot
                 capture that, and `torch.compile` breaks its graph for it. If more than half of the keys are live,
@@ -576,23 +576,23 @@ class PreparedMask(ABC):
 
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
-                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
+                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 is for none. Hm is 1, Hk or
                 Hq. Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) where
                 queries are packed, else (sequences or 1, Hm, seqlen_q, K).
-            seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
+            seqlen_k: number of keys; with sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
             block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). With
                 sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
-            sequences: where the sequences of the calls lie.
+            sequences: the sequences of the calls.
 
         Returns:
             PreparedMask, of the form "lists".
 
         Raises:
             TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
-            ValueError: another rank or number of lists, lists that queries share beside sequences, or, on a CPU, an
-                entry below -1 or beyond the last block. On an accelerator the host does not wait for it, and such an
+            ValueError: another rank or number of lists, lists that queries share with sequences, or, on a CPU, an
+                entry below -1 or past the last block. On an accelerator the host does not wait for it, and such an
                 entry counts as -1.
 
         Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
@@ -677,7 +677,7 @@ class PreparedMask(ABC):
             is_causal: a list has blocks whose first key its last query may see; calls hide later keys of these.
             mask: bool, broadcastable to the scores: the blocks that may be chosen. Both have 4 dims at most then.
             local: a list also has the last `local` blocks that its last query may see.
-            sequences: where the sequences of the calls lie, packed; blocks are of single keys then.
+            sequences: the sequences of the calls, packed; blocks are of single keys then.
 
         Returns:
             PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
@@ -751,7 +751,7 @@ class PreparedMask(ABC):
     def from_tree(cls, tree: Tensor) -> PreparedMask:
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
-        The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
+        The last n keys of a sequence are its new tokens, the queries of the call. The result is equal to a mask of all
         keys, which no backend has to make::
 
             mask = torch.ones(n, Lk, dtype=torch.bool)  # of one sequence: every earlier key is seen
@@ -815,7 +815,7 @@ class PreparedMask(ABC):
         Raises:
             TypeError: not a bool tensor, not `Sequences`.
             ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator the host does not wait to
-                count them: missing ones read wrong values, never beyond `flat`.
+                count them: missing ones read wrong values, never outside of `flat`.
 
         Source: Ye et al., FlashInfer, 2025, whose `custom_mask` has the flat form.
 
@@ -873,7 +873,7 @@ class PreparedMask(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the bool tensor that it stands for: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
+        """The shape of the bool tensor that it is equal to: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -929,7 +929,7 @@ class PreparedMask(ABC):
         """
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`: the fields alone, since cached values may name a device left behind.
+        # For pickle, copy and `torch.save`: only the fields, since cached values may name a device left behind.
         return _restore, (self.form, {field.name: getattr(self, field.name) for field in _fields(self)})
 
     def __repr__(self) -> str:
@@ -959,7 +959,7 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
 
 
 def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """Fold the dims in front of a tensor of more than four into one batch dim; return them, too, or None."""
+    """Fold the dims in front of a tensor of more than 4 into one batch dim; return them, too, or None."""
     if not isinstance(x, Tensor) or x.dim() <= 4:
         return x, None
     x = collapse(x, dims=range(x.dim() - 3))
@@ -995,7 +995,7 @@ def _lengths_of_lists(
 
 
 def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
-    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or beyond the last block of its list."""
+    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or past the last block of its list."""
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
@@ -1033,7 +1033,7 @@ def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: 
     """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
 
     Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They
-    say how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
+    tell how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)

@@ -79,8 +79,8 @@ def packer_for(tensor: Tensor) -> Packer:
 
 
 def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
-    """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
-    seqlen_q = hint(seqlen_q)  # every form serves any number
+    """Choose the form of a one-row mask that is prepared before its calls, only by their number of queries."""
+    seqlen_q = hint(seqlen_q)  # every form is right for any number
     if seqlen_q < FEW_QUERIES:
         return MaskChoice("keys")
     return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
@@ -91,7 +91,7 @@ def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int,
 
     An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
     """
-    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
     mask = collapse(mask)
     form = one_row.form if mask.size(2) == 1 else "tiles"
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
@@ -191,8 +191,8 @@ _map_entries("prepare_mask", _PREPARE)
 def pack_beside(
     mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[Tensor]:
-    """Pack a mask beside sequences by the operator, with the arguments and the result of `pack_sequences`."""
-    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    """Pack a mask for sequences by the operator, with the arguments and the result of `pack_sequences`."""
+    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors

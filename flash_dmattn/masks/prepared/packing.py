@@ -160,12 +160,12 @@ def count_bits(bits: Tensor) -> Tensor:
     return total
 
 
-# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for `first` the first
-# of its rows. For example, two sequences have 200 and 100 rows: the first has tiles 0 and 1; the second begins
-# with row 200, so with tile 200 // 128 + 1 = 2. Nobody has to know the lengths of the sequences before.
+# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for `first` the
+# first of its rows. If two sequences have 200 and 100 rows, the first has tiles 0 and 1; the second begins with row
+# 200, so with tile 200 // 128 + 1 = 2. Nobody has to know the lengths of the sequences before.
 
-# How a mask lies: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or "tree",
-# only the new tokens.
+# The layout of a mask: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or
+# "tree", only the new tokens.
 MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
@@ -209,7 +209,7 @@ def tile_count(rows: int, spec: SequenceSpec) -> int:
 
 
 def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
-    """Tell whether there are no bits, or none that may be set."""
+    """Return whether there are no bits, or none that may be set."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
@@ -226,7 +226,7 @@ def pack_sequences(
 ) -> list[Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
-    The mask, bool, lies as `attention` reads it beside these sequences. "ragged" is (1, Hm, 1, N), "tree"
+    The mask, bool, has the layout in which `attention` reads it with these sequences. "ragged" is (1, Hm, 1, N), "tree"
     (S or 1, 1, n, n). The window has causality folded in.
     """
     queries, keys = sides_of(bounds, spec)
@@ -325,7 +325,7 @@ def _by_column(classes: Tensor, queries: TiledSide, keys: TiledSide, most_rows: 
 
 
 def unpack_sequences(bits: Tensor, spec: SequenceSpec) -> Tensor:
-    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one beside these sequences; contiguous."""
+    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one with these sequences; contiguous."""
     rows = unpack_words(bits, spec.max_seqlen_k)
     if spec.packs_queries:
         return rows
