@@ -13,6 +13,7 @@ calls with sequences or dropout, which number the entries within each call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -371,7 +372,7 @@ def _run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ..
     problem = plan.problem
     backend = select_tangents(problem, plan.forward)
     report_last_resort(plan, FORWARD_MODE, backend, plan.forward)
-    record(plan._replace(forward=backend))
+    record(replace(plan, forward=backend))
     is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
     if is_shown or is_watched(*x[:3], *tangents):
         return operators.tangents(problem, backend.name, x, tangents)
@@ -454,7 +455,7 @@ class AttentionBackward(torch.autograd.Function):
         repeats = _reads_repeats(plan)
         call = MappedCall(info.batch_size, *where, plan.problem, mapped, others, needs_grad, repeats, is_backward=True)
         if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
-            replanned = plan._replace(problem=call.problem, run_forward=None, run_backward=None)
+            replanned = replace(plan, problem=call.problem, run_forward=None, run_backward=None)
         else:
             replanned = _replan(plan, call.problem)
         dout, out, lse = (call.fold(x, dim) for x, dim in zip((dout, out, lse), (dims[0], *dims[2:4]), strict=True))
@@ -542,8 +543,14 @@ def _reads_repeats(plan: Plan) -> bool:
 def _replan(plan: Plan, problem: AttentionProblem) -> Plan:
     """Choose backends for a call that a transform has changed; its mask keeps the form that it has."""
     forward, backward = select_pair(problem, plan.requested)
-    replanned = plan._replace(
-        described=problem, problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None
+    replanned = replace(
+        plan,
+        described=problem,
+        problem=problem,
+        forward=forward,
+        backward=backward,
+        run_forward=None,
+        run_backward=None,
     )
     return paired_for_tangents(replanned) if forward.is_differentiable else replanned
 
@@ -555,8 +562,8 @@ def paired_for_tangents(plan: Plan) -> Plan:
     backward = None
     if any(problem.needs_grad):
         backward = select_backward(problem, forward.name)
-    return plan._replace(
-        forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
+    return replace(
+        plan, forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +145,7 @@ def _plan_for(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks)
     is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
     plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
     if active_blocks.fallback is not None:
-        plan = plan._replace(fallback=active_blocks.fallback)
+        plan = replace(plan, fallback=active_blocks.fallback)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias

@@ -63,9 +63,6 @@ class Plan:
     view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
 
-    def _replace(self, **changes: Any) -> Plan:
-        return replace(self, **changes)
-
     def lies_as_planned(self, saved: Saved) -> bool:
         """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
         q, k, v, mask, bias, *_ = saved.inputs
@@ -107,7 +104,8 @@ def make_plan(
     elif arrival == "tokens":
         strides = [x[1:] for x in strides]
     dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
-    return plan._replace(
+    return replace(
+        plan,
         run_forward=forward_pass(forward, p),
         run_backward=None if backward is None else backward_pass(backward, p),
         view=plan_view(described, choice),

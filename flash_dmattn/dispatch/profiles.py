@@ -513,6 +513,7 @@ def judgement(problem: AttentionProblem) -> Judgement | None:
     """Return the judgement of the profile of this device on a call; None where the built-in rules decide."""
     if not goes_by_profile(problem) or not _has_profile(problem.arch):
         return None
+    # Dynamo takes the result of `_judged` for a constant, and constants may be tuples, but not named ones.
     judged = _judged(problem.arch, rows_of(problem), any(problem.needs_grad))
     return None if judged is None else Judgement(*judged)
 
