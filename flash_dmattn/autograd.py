@@ -573,8 +573,8 @@ _read_operator: Any = by_name(operators.FORWARD_SCHEMA)(lambda arguments: argume
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
     arguments = _read_operator(*inputs)
-    x = operators.read_inputs(arguments)
-    problem = operators.read_problem(arguments, x.requires_grad)
+    problem, x = operators.read_call(arguments)
+    problem = problem._replace(needs_grad=x.requires_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), arguments.backward or arguments.backend)
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its

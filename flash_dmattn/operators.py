@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ _INPUTS = (
 # A `SequenceSpec` is passed as three fields: the rest follows from the tensors.
 _SPEC = {"layout": "dense", "max_seqlen_q": 0, "max_seqlen_k": 0}
 _NUMBERS = Flags._fields[:-1]
+_read_numbers = attrgetter(*_NUMBERS)
 _MAY_BE_SYMBOLS = ("mask_repeat", "bias_repeat", "zero", "list_size", "max_seqlen_q", "max_seqlen_k")
 # `Flags`, field by field, each of the type of its value.
 _FLAGS = ", ".join(
@@ -93,7 +95,7 @@ def flat_flags(flags: Flags) -> tuple[Any, ...]:
 
 def _read_flags(a: Any) -> Flags:
     """Return the flags of a call from the arguments of its operator."""
-    flags = Flags(*(getattr(a, name) for name in _NUMBERS))
+    flags = Flags(*_read_numbers(a))
     if not a.sequences:
         return flags
     (bounds, *tables), page_size, rows_k = a.sequences, 0, a.k.shape[1]
@@ -104,9 +106,10 @@ def _read_flags(a: Any) -> Flags:
     return flags._replace(sequences=SequenceSpec(a.layout, *sizes, page_size=page_size))
 
 
-def read_problem(a: Any, needs_grad: NeedsGrad = NeedsGrad()) -> AttentionProblem:  # noqa: B008
-    """Describe a call from the arguments of its operator."""
-    return describe_operands(read_inputs(a), _read_flags(a), needs_grad)
+def read_call(a: Any) -> tuple[AttentionProblem, Inputs]:
+    """Return the problem and the inputs of a call from the arguments of its operator."""
+    x = read_inputs(a)
+    return describe_operands(x, _read_flags(a)), x
 
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -169,23 +172,27 @@ def _read_tangents(a: Any) -> Tangents:
 
 
 def _run_forward(a: Any) -> tuple[Tensor, Tensor]:
-    out, lse = forward_pass(BACKENDS[a.backend], read_problem(a))(read_inputs(a))
+    problem, x = read_call(a)
+    out, lse = forward_pass(BACKENDS[a.backend], problem)(x)
     return out, lse
 
 
 def _run_backward(a: Any) -> list[Tensor]:
-    run = backward_pass(BACKENDS[a.backend], read_problem(a, NeedsGrad(*a.needs_grad)))
-    return [x for x in run(Saved(read_inputs(a), a.out, a.lse), a.dout, a.dlse) if x is not None]
+    problem, x = read_call(a)
+    run = backward_pass(BACKENDS[a.backend], problem._replace(needs_grad=NeedsGrad(*a.needs_grad)))
+    return [gradient for gradient in run(Saved(x, a.out, a.lse), a.dout, a.dlse) if gradient is not None]
 
 
 def _run_tangents(a: Any) -> tuple[Tensor, ...]:
-    return tangents_pass(BACKENDS[a.backend], read_problem(a))(read_inputs(a), _read_tangents(a))
+    problem, x = read_call(a)
+    return tangents_pass(BACKENDS[a.backend], problem)(x, _read_tangents(a))
 
 
 def _run_tangent_gradients(a: Any) -> list[Tensor]:
-    run = tangent_gradients_pass(BACKENDS[a.backend], read_problem(a), tuple(a.needs_grad))
-    both = run(read_inputs(a), _read_tangents(a), a.lse, Cotangents(a.dout, a.dlse, a.dtout, a.dtlse))
-    return [x for gradients in both for x in gradients if x is not None]
+    problem, x = read_call(a)
+    run = tangent_gradients_pass(BACKENDS[a.backend], problem, tuple(a.needs_grad))
+    both = run(x, _read_tangents(a), a.lse, Cotangents(a.dout, a.dlse, a.dtout, a.dtlse))
+    return [gradient for gradients in both for gradient in gradients if gradient is not None]
 
 
 def _forward_fake(a: Any) -> tuple[Tensor, Tensor]:
