@@ -141,7 +141,7 @@ def changed_calls() -> dict[str, tuple[PreparedCall, Any]]:
 
 def test_every_field_of_a_call_is_changed_by_some_change() -> None:
     assert set(OTHER_NUMBERS) == set(RawFlags._fields)
-    assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(PreparedCall._fields)
+    assert {*TENSORS, "raw_flags", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(PreparedCall._fields)
 
 
 @pytest.mark.parametrize("change", changed_calls())
