@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ __all__ = ["Band", "ListBias", "Relative", "alibi", "from_function", "t5", "t5_b
 
 _OUTSIDE = ("error", "clamp", "zero")
 _FLOAT = "a floating-point torch.Tensor"  # for messages
+_NO_SUM = "a bias by distance is no tensor; to add to it, make one: bias.dense(seqlen_q, seqlen_k)"
 
 
 class Relative(NamedTuple):
@@ -71,6 +72,10 @@ class Relative(NamedTuple):
         """
         return _dense(self, seqlen_q, seqlen_k)
 
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse the sum, which a tuple would refuse without a word of what to do."""
+        raise TypeError(_NO_SUM)
+
 
 class Band(NamedTuple):
     """A bias with one value for each head, query and distance, in a band of distances; it is 0 outside of the band.
@@ -99,6 +104,10 @@ class Band(NamedTuple):
             ValueError: the values have other than seqlen_q rows.
         """
         return _dense(self, seqlen_q, seqlen_k)
+
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse the sum, which a tuple would refuse without a word of what to do."""
+        raise TypeError(_NO_SUM)
 
 
 class ListBias(NamedTuple):

@@ -163,8 +163,8 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
-                "(use mask.bool() for 0/1 values, masks.padding_mask(mask) for padding of (batch, seqlen_k), or pass "
-                "additive values as bias)"
+                "(mask.bool() of 1 and 0, mask == 0 of 0 and -inf, masks.padding_mask(mask) of padding (batch, "
+                "seqlen_k); pass what adds to scores as bias)"
             )
         mask, mask_spec, mask_packing = _describe_scores("mask", mask, sizes)
         mask_form, one_mask_row = "dense", sequences is None and mask_spec.broadcast()[2]

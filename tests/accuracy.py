@@ -501,6 +501,7 @@ def lost_nan(got: Results, case: Case, inputs: Inputs) -> dict[str, str]:
 
     A row that sees a NaN, or an inf as a score, has NaN in out and lse, and so have the gradients of its q and of all
     that it sees. Where only a product with the probability 0 makes a NaN, there may be one: kernels skip such products.
+    So there may be in gradients of a key with inf, which kernels multiply by rows of zeros.
     """
     x = case.in_formula(inputs.to(torch.float64))
     exact, heads_k = oracle(case, inputs), x.k.shape[2]
@@ -519,6 +520,8 @@ def lost_nan(got: Results, case: Case, inputs: Inputs) -> dict[str, str]:
     out = bad_values | by_row(rows)
     from_rows = sees & rows.unsqueeze(-1)
     from_gradients = sees & out.any(-1).mT.unflatten(1, (heads_k, -1)).unsqueeze(-1)
+    infinite = x.k.isinf().any(-1, keepdim=True)
+    at_infinite_keys = {"dk": infinite, "dv": infinite}
     needed = {
         "lse": rows.flatten(1, 2),
         "out": out,
@@ -528,12 +531,17 @@ def lost_nan(got: Results, case: Case, inputs: Inputs) -> dict[str, str]:
     }
     if x.bias is not None and (case.relative is not None or x.bias.shape[3] > 1):  # else it is dlse
         needed["dbias"] = formula.bias_gradient(from_gradients.double(), x.bias, x.q.shape[2]) > 0
+        scores = infinite.squeeze(-1).mT[:, :, None, None].expand_as(s)
+        at_infinite_keys["dbias"] = formula.bias_gradient(scores.double(), x.bias, x.q.shape[2]) > 0
     failures, products = {}, dict(zip((*GRADIENTS, "dsink"), by_formula, strict=False))
     for name, y in got.items():
         if y is None:
             continue
         bad, may = is_bad(name, y), is_bad(name, exact[name])
         may = may | is_bad(name, products[name]) if name in products else may
+        may = may | at_infinite_keys[name] if name in at_infinite_keys else may
+        if name == "dbias" and case.relative is not None:  # hidden pairs of such a row may have any distance
+            may = may | needed[name].any(-1, keepdim=True)
         lost, made = int((needed[name] & ~bad).sum()) if name in needed else 0, int((bad & ~may).sum())
         if lost or made:
             failures[f"NaN in {name}"] = f"{name}: NaN lost in {lost} places, made in {made}"

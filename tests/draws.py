@@ -31,7 +31,7 @@ PER_QUERY = tuple(form for form in FORMS if form[3] == "1")
 PER_KEY = tuple(form for form in FORMS if form[2:] == ("1", "Lk"))
 PER_SCORE = tuple(form for form in FORMS if form[2:] == ("Lq", "Lk"))
 QKV = ("q", "k", "v")
-SHARES = {"any": 0.0, "uncentred": 1.0}  # of calls whose data are not centred, by what a program is asked for
+SHARES = {"any": 0.2, "uncentred": 1.0}  # of calls whose data are not centred, by what a program is asked for
 UNCENTRED = SHARES["any"]
 DATA = (MEANS, (*SIGNS, *STEPS), JUMPS, GREAT, GREAT, SEEN, HIDDEN)
 ANY: Features = {

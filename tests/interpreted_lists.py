@@ -10,7 +10,7 @@ from unittest import mock
 
 import interpreter
 import torch
-from list_cases import ListCase, ListInputs, dense, differences, draw, run
+from list_cases import ListCase, ListInputs, differences, draw, exact, run
 from outcomes import outcome_of, report
 
 from flash_dmattn.masks import topk
@@ -25,13 +25,13 @@ LIMIT = 1e-5
 
 
 def check(case: ListCase, x: ListInputs, room: tuple[int, int] = ROOMS[0], repeats: int = 0, **more: object) -> None:
-    """Results are right by the dense formula, and other runs have the same bits."""
+    """Results are right by the formula, and other runs have the same bits."""
     interpreter.set_up()
     list_calls.SPACE, list_calls.MOST_ROWS = room
     plans.clear()
     got = run(case, x, **more)
     interpreter.assert_margins()
-    off = differences(got, dense(case, x, torch.float64))
+    off = differences(got, exact(case, x))
     assert max(off.values()) < LIMIT, off
     for _ in range(repeats):
         for name, again in run(case, x, **more).items():
@@ -143,7 +143,7 @@ def great(case: ListCase, constant: float) -> None:
     for shares in (1, 3):
         interpreter.set_up()
         with mock.patch.object(list_calls, "num_key_shares", return_value=shares):
-            off = differences(run(case, x), dense(case, x, torch.float64, constant=constant))
+            off = differences(run(case, x), exact(case, x, constant))
         assert max(off.values()) < LIMIT, off
 
 
@@ -158,7 +158,7 @@ def rounded_out(case: ListCase) -> None:
     x.values[..., 0] += 12.0
     if x.sink is not None:
         x.sink[:] += 12.0
-    got, want = run(case, x, round_out=lambda out: out.bfloat16().float()), dense(case, x, torch.float64)
+    got, want = run(case, x, round_out=lambda out: out.bfloat16().float()), exact(case, x)
     off = differences(got, want)
     assert off["dvalues"] < LIMIT, off
     assert off["dq"] > LIMIT, off
@@ -190,7 +190,7 @@ def values_in_keys() -> None:
         with mock.patch.object(list_calls, "ListCall", wraps=list_calls.ListCall) as made:
             got = run(case, replace(x, v=x.k[..., : case.head_dim_v]))
         assert [call.args[2] is None for call in made.call_args_list] == [True, False]
-        off = differences(got, dense(case, own, torch.float64))
+        off = differences(got, exact(case, own))
         assert max(off.values()) < LIMIT, off
 
 
@@ -201,7 +201,7 @@ def minus_infinity() -> None:
     assert x.values is not None
     x.values[..., ::2] = -torch.inf
     interpreter.set_up()
-    got, want = run(case, x), dense(case, x, torch.float64)
+    got, want = run(case, x), exact(case, x)
     want["dvalues"] = want["dvalues"].nan_to_num(0.0)
     off = differences(got, want)
     assert max(off.values()) < LIMIT, off
@@ -231,13 +231,11 @@ def seen_nan() -> None:
     for case in (SMALL.with_(is_causal=False, most=12), SMALL.with_(values=None, sink=True, is_causal=False)):
         x = case.build()
         x.k[:, :, 9] = torch.nan
-        lists_it = (x.keys == 9).any(3).expand(case.batch, case.heads, -1)
+        lists_it = (x.lists.tensors[0] == 9).any(3).expand(case.batch, case.heads, -1)
         for shares in (1, 3):
             interpreter.set_up()
             with mock.patch.object(list_calls, "num_key_shares", return_value=shares):
-                out, lse = list_calls.list_forward(
-                    x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, case.flags
-                )
+                out, lse = list_calls.list_forward(*case.operands(x), case.flags)
             assert torch.equal(lse.isnan(), lists_it) and 0 < lists_it.sum() < lists_it.numel()
             assert torch.equal(out.isnan(), lists_it[..., None].expand(out.shape))
 

@@ -28,6 +28,7 @@ from flash_dmattn.triton_kernels import launch, plan_backward, plan_sequences, p
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
+make_quick()
 EVERY_DTYPE = (torch.float32, torch.float16)
 # The interpreter takes the same time for a step of any size, and a few steps show every edge.
 TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 1))
@@ -47,7 +48,6 @@ _allocated: list[tuple[Tensor, int]] = []
 
 def admit_cpu() -> None:
     """Lift the rule on the device, which the interpreter does not need."""
-    make_quick()
     replace_backend("triton", rules=rules_without("triton", "device"))
 
 

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from benchmark_systems import CPU, named
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_dmattn
 from benchmarks import systems
-from benchmarks.cases import CASES, GROUPS, Case, MaskRule, cases_of
+from benchmarks.cases import CASES, Case, MaskRule
 from benchmarks.floors import Rates, floors
 from benchmarks.inputs import Inputs, count, make_inputs, shifted_windows
 from benchmarks.suites.trial import outputs
-from benchmarks.systems import Mode, flexattention, ours, sdpa
+from benchmarks.systems import Mode, flexattention, ours
 from benchmarks.truth import Yardstick, errors, truth, wrong
-from flash_dmattn.dispatch.registry import BACKENDS
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
 NAMES += ("relative-t5-2k", "mla-4k")
@@ -34,24 +32,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def inputs(case: Case) -> Inputs:
     return make_inputs(case, CPU, torch.float32)
-
-
-def kind(case: Case) -> tuple[object, ...]:
-    return case.mask and case.mask.kind, case.bias and "i" in case.bias
-
-
-def test_the_table_of_cases() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert {case.group for case in CASES} == {group for groups in GROUPS.values() for group in groups}
-    for suite in GROUPS:
-        quick = cases_of(suite, quick=True)
-        assert quick and len(quick) <= 5
-        assert {case.bias is None for case in quick} == ({False} if suite in ("memory", "model") else {True, False})
-    workloads = [case for case in CASES if case.group == "workload"]
-    assert {kind(case) for case in workloads} == {kind(case) for case in workloads if case.all_systems}
-    assert [case.name for case in cases_of("performance", ["topk", "decode"])] == [
-        *("topk-8k", "topk-16k", "decode-8k", "decode-64k", "decode-keys-64k")
-    ]
 
 
 def test_inputs_have_the_shapes_that_their_case_says(case: Case) -> None:
@@ -205,12 +185,6 @@ def test_results_are_those_of_the_truth(name: str, mode: Mode, inputs: Inputs, b
     results_agree(systems.by_name(name).bind(inputs, mode), inputs)
 
 
-@taken
-def test_sdpa_without_a_kernel_of_grouped_heads(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_serves_groups", lambda *call: False)
-    results_agree(sdpa.bind(SDPBackend.MATH, inputs, Mode()), inputs)
-
-
 @pytest.mark.parametrize("heads_k", [1, 2, 4])
 @pytest.mark.parametrize("name", {(case.mask.kind, case.mask.dims): case.name for case in CASES if case.mask}.values())
 def test_block_masks_are_those_of_torch(name: str, heads_k: int) -> None:
@@ -223,22 +197,6 @@ def test_block_masks_are_those_of_torch(name: str, heads_k: int) -> None:
     for lists in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
         assert torch.equal(getattr(made, lists), getattr(exact, lists))
         assert torch.equal(getattr(made, f"full_{lists}"), getattr(exact, f"full_{lists}"))
-
-
-def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
-    seen = set()
-    for case in CASES:
-        problem = case.explain("sm_90").problem
-        needs = ours.needs("cuda", case, CPU)
-        assert bool(needs.refusal) != BACKENDS["cuda"].accepts(problem, "forward")
-        if not needs.refusal and case.takes_gradients:
-            own = BACKENDS["cuda"].accepts(problem, "backward")
-            assert needs.backends == ("cuda", "cuda" if own else "triton") and not needs.backward_refusal
-        seen.add(needs.backends)
-    assert {("cuda",), ("cuda", "triton")} <= seen
-    assert "measured" not in ours.needs("triton", named("topk-8k"), CPU).refusal
-    assert ours.needs("flex", named("form-full"), CPU).backends == ("flex", "flex")
 
 
 def test_shifted_windows() -> None:

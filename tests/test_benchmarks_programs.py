@@ -101,13 +101,6 @@ def test_a_row_for_each_implementation(
     assert len({row[6][:6] for row in cells}) == 1, "implementations disagree on the loss"
 
 
-def test_a_loss_that_differs_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    training = pytest.importorskip("benchmarks.training", exc_type=ImportError)
-    monkeypatch.setattr(training, "LOSS_ERROR", -1.0)
-    assert training.main(["--quick", "--device", "cpu", "--steps", "1", "--models", "swin"]) == 1
-    assert "WRONG" in capsys.readouterr().out
-
-
 RATES = Rates(1e9, 1e9, "made up")
 LENGTHS = (40, 7, 1, 33)
 

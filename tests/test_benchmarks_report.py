@@ -139,31 +139,6 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def test_a_section_is_replaced_and_nothing_else() -> None:
-    page = "# T\n\n## A\n\nold\n\n### sub\n\nold\n\n## B\n\nkept\n"
-    changed = pages.replace_section(page, "## A", "new")
-    assert changed == "# T\n\n## A\n\nnew\n\n## B\n\nkept\n"
-    assert pages.replace_section(changed, "## A", "new") == changed
-    assert pages.replace_section(page, "## B", "new").endswith("kept\n") is False
-    with pytest.raises(ValueError, match="no section '## C'"):
-        pages.replace_section(page, "## C", "new")
-
-
-def test_which_run_the_pages_are_of(tmp_path: Path) -> None:
-    assert pages.full_run(tmp_path) is None
-    folder = saved(tmp_path / "nvidia-h200")
-    path = folder / "performance.json"
-    for changes in (
-        {"planned": [*PERFORMANCE["planned"], "later"]},
-        {"machine": {**MACHINE, "kind": "cpu"}},
-        {"settings": {"quick": True}},
-    ):
-        path.write_text(json.dumps({**PERFORMANCE, **changes}))
-        assert pages.full_run(tmp_path) is None
-    path.write_text(json.dumps(PERFORMANCE))
-    assert pages.full_run(tmp_path) == folder
-
-
 def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "PUBLISHED", tmp_path / "results")
     monkeypatch.setattr(cli, "ROOT", tmp_path)

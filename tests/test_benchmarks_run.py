@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ import pytest
 import torch
 from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
-from benchmarks import cli, dispatch, pages, results, runner, tiles, turns
+from benchmarks import cli, dispatch, pages, results, runner, turns
 from benchmarks.cases import Case, cases_of
 from benchmarks.floors import Rates
-from benchmarks.inputs import Inputs
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import equivalence, model, performance
-from benchmarks.systems import Bound, Mode
 
 ONE_CASE = {"performance": "topk-8k", "equivalence": "form-topk", "memory": "memory-bias-1hll", "model": "decoder"}
 
@@ -183,16 +180,6 @@ def test_an_interrupted_run_goes_on(tiny: runner.Options, monkeypatch: pytest.Mo
     assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
 
 
-def test_budget(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """No case is begun that may not end in time: the longest so far took 30 s, and others what is known of them."""
-    clock = iter([0.0, 30.0, 40.0, 41.0])
-    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(runner, "known_seconds", lambda suite: {"causal-gqa": 25.0, "bias-bhll-d64": 21.0})
-    assert runner.run("performance", replace(tiny, deadline=60.0)) == runner.UNFINISHED
-    assert names_in(tiny.out / "performance.json") == ["causal-gqa"]
-    assert "2 of 3 cases are left; the same command goes on with bias-bhll-d64" in capsys.readouterr().out
-
-
 def test_rows_of_another_run_are_not_mixed(tiny: runner.Options) -> None:
     runner.run("performance", tiny)
     later = replace(tiny, machine={**MACHINE, "commit": "def"})
@@ -266,69 +253,6 @@ def test_processes_on_one_gpu_time_one_after_another(tmp_path: Path) -> None:
     assert most_at_once == 3, "cases are prepared side by side"
 
 
-@pytest.mark.parametrize("shared", (False, True))
-def test_a_system_without_memory_runs_again_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    failures = iter([torch.OutOfMemoryError("no memory for it")])
-
-    def bind(operands: Inputs, mode: Mode) -> Bound:
-        for failure in failures:
-            raise failure
-        return EAGER.bind(operands, mode)
-
-    options = runner.Options(device=CPU, out=tmp_path, machine=MACHINE, passes=("forward",), quick=True)
-    (case,) = (case.reduced(64) for case in cases_of("performance") if case.name == "topk-8k")
-    systems = [EAGER._replace(bind=bind, prepares=False)]
-    line = times(runner.make_row("performance", case, systems, options, lambda: shared), "eager")
-    assert line["reason"] == ("" if shared else "OutOfMemoryError: no memory for it")
-    assert (line["forward"] is not None) == shared
-
-
-@pytest.mark.parametrize("shared", (False, True))
-def test_a_case_without_memory_comes_last(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """It runs again when all processes have ended their cases; without others it fails at once, for good."""
-    real, events = runner.make_row, []
-
-    def make_row(suite: str, case: Case, *rest: Any) -> results.Record:
-        row = real(suite, case, *rest)
-        is_first = case.name not in events
-        events.append(case.name)
-        return {**row, "error": "OutOfMemoryError"} if is_first and case.name == "causal-gqa" else row
-
-    class Last(turns.Turns):
-        @contextmanager
-        def last(self) -> Iterator[None]:
-            events.append("last")
-            with super().last():
-                yield
-
-    monkeypatch.setattr(runner, "make_row", make_row)
-    monkeypatch.setattr(runner, "turns_of", lambda device, folder, _: Last(folder, "GPU-0") if shared else None)
-    assert runner.run("performance", tiny) == runner.PASSED
-    rows = results.load(tiny.out / "performance.json")["rows"]
-    first, *others = "causal-gqa", "bias-bhll-d64", "decode-8k"
-    assert events == [first, *others, *(["last", first] if shared else [])]
-    assert [row["name"] for row in rows] == [first, *others]
-    assert [row["error"] for row in rows] == ["none" if shared else "OutOfMemoryError", "none", "none"]
-
-
-def test_a_lost_gpu_ends_the_run_although_a_system_had_no_memory(
-    tiny: runner.Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No case runs after it, neither at once nor at the end."""
-    real, made = runner.make_row, []
-
-    def make_row(suite: str, case: Case, *rest: Any) -> results.Record:
-        made.append(case.name)
-        return {**real(suite, case, *rest), "error": "OutOfMemoryError", "lost": "fa4"}
-
-    monkeypatch.setattr(runner, "make_row", make_row)
-    monkeypatch.setattr(runner, "turns_of", lambda device, folder, _: turns.Turns(folder, "GPU-0"))
-    assert runner.run("performance", tiny) == runner.UNFINISHED
-    assert made == names_in(tiny.out / "performance.json") == ["causal-gqa"]
-
-
 def test_benchmarks_start_without_triton() -> None:
     """Windows and macOS have none."""
     program = "import sys; sys.modules['triton'] = None; from benchmarks import cli; sys.exit(cli.main(['list']))"
@@ -336,39 +260,6 @@ def test_benchmarks_start_without_triton() -> None:
         [sys.executable, "-c", program], cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True
     )
     assert done.returncode == 0 and "dense-d128" in done.stdout, done.stderr
-
-
-def test_the_last_cases_wait_for_every_process(tmp_path: Path) -> None:
-    """Locks belong to the open files of each, so that threads stand for processes."""
-    events: list[str] = []
-    slow, quick = (turns.Turns(tmp_path, "GPU-0") for _ in "ab")
-
-    def run_last() -> None:
-        with quick.last():
-            events.append("quick, last")
-
-    thread = threading.Thread(target=run_last)
-    thread.start()
-    time.sleep(0.05)
-    with slow.case() as alone:
-        alone()
-        events.append("slow")
-    with slow.last():
-        events.append("slow, last")
-    thread.join(30)
-    assert events[0] == "slow" and sorted(events[1:]) == ["quick, last", "slow, last"]
-
-
-def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def no_memory(case: Case, device: torch.device) -> Inputs:
-        raise torch.OutOfMemoryError("no memory for the inputs")
-
-    monkeypatch.setattr(performance, "make_inputs", no_memory)
-    options = runner.Options(device=CPU, out=tmp_path, machine=MACHINE, only=["decode-8k"], systems=["eager"])
-    runner.run("performance", options)
-    (row,) = results.load(tmp_path / "performance.json")["rows"]
-    assert row["error"] == "OutOfMemoryError: no memory for the inputs"
-    assert "no memory for the inputs" in cli.write(tmp_path, ["performance"])[0].read_text()
 
 
 def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,39 +303,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert times(row, "eager")["forward"]["ms"] > 0 and times(row, "flexattention")["forward"]["ms"] > 0
     assert times(row, "flexattention")["reason"] == "backward: FlexAttention has no backward pass on CPU"
     assert times(row, "eager")["backward"] is None and times(row, "eager")["step"] is None
-
-
-def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["memory", "--device", "cuda"]) == 2
-    assert capsys.readouterr().err == "--device cuda: torch finds no GPU on this machine.\n"
-    assert cli.main(["performance", "--only", "nothing", "never"]) == 2
-    for wrong in ("3/2", "0/2", "2", "a/b"):
-        with pytest.raises(SystemExit):
-            cli.main(["performance", "--share", wrong])
-    assert "no case has a name or group with nothing or never in it" in capsys.readouterr().err
-    assert cli.main(["sweep", "tiles", "d128"]) == cli.main(["sweep", "strips"]) == 2
-    with pytest.raises(SystemExit):
-        cli.main([])
-    monkeypatch.setattr(cli, "run_suites", lambda options: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert cli.main(["memory"]) == 3
-    assert cli.main(["list"]) == 0
-    said = capsys.readouterr().out
-    assert "topk-16k" in said and "flash-dmattn-1" in said
-
-
-def test_tiles_propose_rows_of_the_table() -> None:
-    tile, reason = tiles.proposal("d64", "forward", [(1.2, (64, 128, 4, 3)), (1.3, (128, 64, 4, 3))])
-    assert reason == "1.200 ms, d64 of benchmarks/tiles.py; 1.300 for (128, 64, 4, 3)"
-    source = tiles.TABLE.read_text(encoding="utf-8")
-    changed = tiles.rewritten(source, "_SM90", "forward", 64, (1, 2, 3, 4), reason)
-    new = [line for line in changed.splitlines() if line not in source.splitlines()]
-    assert new == [f"        64: Tile(1, 2, 3, 4),  # {reason}"]
-    with pytest.raises(ValueError, match="has no row 7 for 'forward'"):
-        tiles.rewritten(source, "_SM90", "forward", 7, tile, reason)
-    assert all(
-        list(tiles.candidates(case, kernel)) for case in tiles.CASES.values() for kernel in tiles.kernels_of(case)
-    )
 
 
 def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:

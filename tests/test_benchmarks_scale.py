@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import doctest
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from distributed_workers import torchrun
 
-from benchmarks.scale import __main__ as scale
 from benchmarks.scale import predict as model
 from benchmarks.scale.predict import Layer, Machine, Prediction
 
@@ -50,32 +48,6 @@ def test_a_quick_run_of_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all("failed" in row or "errors" in row for row in peers)
     assert "ours, 2 groups" in (tmp_path / "scale.md").read_text()
     assert (tmp_path / "scale.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rank", "message"),
-    [
-        ([], False, "--out is needed"),
-        (["--out", "x"], False, "start it with torchrun --nproc-per-node 2 -m benchmarks.scale"),
-        (
-            ["--out", "x", "--device", "cuda"],
-            True,
-            "to be off: export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1",
-        ),
-        (["--out", "x", "--device", "cpu"], True, "on a CPU only --quick ends in time"),
-    ],
-)
-def test_refused(
-    arguments: list[str], rank: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in (*scale.REQUIRED, "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    if rank:
-        monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(sys, "argv", ["scale", *arguments])
-    with pytest.raises(SystemExit):
-        scale.main()
-    assert message in capsys.readouterr().err
 
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,25 +133,3 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.partition("\n\n")[2].strip() == model.table(Machine(), [windowed], [2])
     model.main(["--lengths", "100", "--gpus", "64"])
     assert "| 64 | 2d | does not divide |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        ('{"nvlink": 3}', [], r"has ['nvlink']; it needs ['backward_tflops', 'copy_gbs', 'forward_tflops'"),
-        ('{"sms": "3"}', [], "has '3' for sms; it needs a positive number"),
-        ('{"sms": 0}', [], "has 0 for sms; it needs a positive number"),
-        ("{", [], "Expecting property name"),
-        ("{}", ["--density", "0"], "density above 0"),
-        ("{}", ["--window", "-1"], "--window is -1; it needs to be at least 1, or 0 for none"),
-        ("{}", ["--heads", "6"], "--heads is 6; it needs to be a multiple of each of --kv-heads, [8, 32]"),
-    ],
-)
-def test_a_wrong_machine_and_sizes_are_refused(
-    content: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "machine.json"
-    file.write_text(content)
-    with pytest.raises(SystemExit):
-        model.main(["--machine", str(file), *arguments])
-    assert message in capsys.readouterr().err

@@ -23,8 +23,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.gradients import empty_outputs
 from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.tools import calibrate as tool
-from flash_dmattn.tools import info, verify
-from flash_dmattn.tools.calibrate import Progress
+from flash_dmattn.tools import info
 from flash_dmattn.tools.verify import CASES, Outcome
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -104,27 +103,6 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     assert len(bar.splitlines()) == 2 + 4 * len(ROWS)
 
 
-def test_the_table() -> None:
-    def figures(row: Row, backend: str) -> Figures:
-        if row.name == "decode":
-            return (
-                Figures(0.1) if backend not in ("flex", "sdpa") else Figures(error="NoValidChoicesError: nothing fits")
-            )
-        if row.name == "short":
-            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}.get(
-                backend, NO
-            )
-        return LONG_MS[backend]
-
-    _, printed, _ = calibrate(instruments(figures=figures))
-    lines = {line[:23].strip(): " ".join(line.split()) for line in printed.splitlines()}
-    assert lines["class of calls"] == "class of calls triton flex sdpa eager auto takes"
-    assert lines["long"] == "long 1 / 2 1.5 / 3 failed 9 / 20 triton"
-    assert lines["short"] == "short 1 / 9 2 / 2 failed 12.3 / 67.9 triton / flex"
-    assert lines["decode"] == "decode 0.1 failed failed 0.1 eager"
-    assert "flex, decode: NoValidChoicesError: nothing fits" in printed
-
-
 def test_what_the_table_says_is_what_auto_does() -> None:
     for order in itertools.permutations((1.0, 2.0, 3.0, 4.0)):
         times = {name: Figures(time) for name, time in zip(profiles.measured_on("sm_90"), order, strict=True)}
@@ -186,19 +164,6 @@ def test_a_cpu_is_timed_for_so_many_seconds(seconds: float, runs: int, monkeypat
     assert now[1] == runs  # 11 runs are the first that take 20 ms
 
 
-def test_checks_end_in_time() -> None:
-    clock, answers = Clock(), []
-
-    def check(has_time: Callable[[], bool]) -> list[Outcome]:
-        for _ in range(6):
-            answers.append(has_time())
-            clock.now += 10
-        return outcomes()
-
-    tool.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
-    assert answers == [True, True, True, True, False, False]  # up to 35 of the 100 s
-
-
 def test_a_profile_that_cannot_be_written_is_an_error(
     caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,18 +223,6 @@ def test_what_failed_a_check_is_not_taken(name: str) -> None:
         assert f"{backend}: {why}" in printed
 
 
-def test_the_checks_are_those_of_info_verify() -> None:
-    stream, asked = io.StringIO(), []
-
-    def has_time() -> bool:
-        asked.append(None)
-        return len(asked) <= 3
-
-    actual = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
-    assert [(o.backend, o.case, o.verdict) for o in actual] == [("eager", case.name, "pass") for case in CASES[:3]]
-    assert "error < limit" in stream.getvalue()
-
-
 # Timing
 
 
@@ -317,11 +270,6 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
 # Progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 class _Clocks:
     """A host and a device: what is enqueued ends when both have come to it. Writing the buffer takes 0.1 ms."""
 
@@ -366,27 +314,6 @@ def test_launching_does_not_count(host: float, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
     timer = tool.EventTimer(torch.device("cuda"))
     assert timer(lambda: clocks.enqueue(host, 0.02), 0.1) == pytest.approx(0.02)
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
-    for stream in (io.StringIO(), Terminal()):
-        clock = Clock()
-        bar = Progress(stream, 4, clock)
-        bar.step("a long name of a step")
-        clock.now += 7
-        bar.step("b")
-        bar.skip(1)
-        bar.step("done")
-        bar.close()
-        steps = [f"[{'#' * filled}{'.' * (24 - filled)}]" for filled in (0, 6, 18)]
-        text = stream.getvalue()
-        if stream.isatty():
-            parts = text.removesuffix("\n").split("\r")[1:]
-            assert {len(part) for part in parts} == {79} and text.count("\n") == 1, "a shorter name blanks a longer one"
-        else:
-            parts = text.splitlines()
-        wanted = [f"{steps[0]}  0/4     0 s  a long name of a step", f"{steps[1]}  1/4     7 s  b"]
-        assert [part.rstrip() for part in parts] == [*wanted, f"{steps[2]}  3/4     7 s  done"]
 
 
 # The command line

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import subprocess
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,18 +106,6 @@ def test_a_tile_that_is_wrong_is_not_timed_and_its_fault_is_printed(caches: Path
     assert set(read(profiles.path_of(GPU)).tiles.values()) == {THIRD}
 
 
-def test_a_class_without_room_for_its_tensors_is_left_for_another_run() -> None:
-    made = instruments({OWN: 1.0, OTHER: 0.9, THIRD: 2.0})
-
-    def measure(each: TileClass, sizes: Sizes, budget: float) -> float:
-        if each.name == PLAIN:
-            raise torch.OutOfMemoryError("CUDA out of\nmemory")
-        return made.measure(each, sizes, budget)
-
-    assert "OutOfMemoryError: CUDA out of memory" in calibrate(made._replace(measure=measure))[1]
-    assert read(profiles.path_of(GPU)).tiles == dict.fromkeys(CLASSES.keys() - {PLAIN}, OTHER)
-
-
 def test_a_class_whose_own_tile_failed_keeps_it() -> None:
     def verdicts(each: TileClass) -> Verdicts:
         return {OWN: "RuntimeError: no"} if each.name == PLAIN else right(OWN)
@@ -163,18 +148,6 @@ def test_rows_and_tiles_are_measured_apart_and_kept_together() -> None:
         assert rows_tool.former(*other) is None
     write(known._replace(torch="1.0"), profiles.path_of(GPU))
     assert rows_tool.former(GPU, "sm_80") is None
-
-
-def test_the_effect_on_hopper_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = instruments({OWN: 1.0, OTHER: 0.9, THIRD: 2.0}, arch="sm_90")
-    assert "on sm_90 the built-in tiles stay in force" in calibrate(made)[1]
-    assert preferred("forward", 128, "sm_90", False) is None
-    monkeypatch.setattr(config.process, "rules", "profile")
-    profiles.forget()
-    assert preferred("forward", 128, "sm_90", False) == OTHER
-    monkeypatch.setattr(config.process, "profile", "off")
-    printed = calibrate(made)[1]
-    assert "FLASH_DMATTN_PROFILE=off: no profile is written" in printed and "triton reads none" in printed
 
 
 # Checks
@@ -267,65 +240,6 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
     kernel = "_forward_kernel" if each.kernel == "forward" else f"backward_{each.kernel}_kernel"
     (tile,) = (tile for name, tile in launched.items() if name.strip("_") == kernel.strip("_"))
     assert tile == OTHER
-
-
-def test_a_class_is_checked_on_the_gpu_of_its_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(tool, "device_arch", lambda device: "sm_80")
-    monkeypatch.setattr(tool, "check", lambda each, tiles, device: {tiles[0]: str(device)})
-    tool.main("3", next(iter(CLASSES)))
-    assert current == [torch.device("cuda", 3)]
-    assert [*tool.read_verdicts(capsys.readouterr().out).values()] == ["cuda:3"]  # type: ignore[union-attr]
-
-
-def test_processes_check_the_classes_and_say_so_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    said = {"forward|64|band|none": json.dumps([[OWN, ""], [OTHER, "wrong"]]), "keys|64|band|none": ""}
-
-    def run(command: list[str], timeout: float, **_: Any) -> Any:
-        commands.append(command)
-        if command[-1] not in said:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return SimpleNamespace(stdout=said[command[-1]])
-
-    monkeypatch.setattr(tool.subprocess, "run", run)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (8 << 30, 80 << 30))
-    classes = list(CLASSES.values())
-    actual = list(tool.check_in_processes(1, classes, 60.0))
-    assert actual == [(classes[0], {OWN: "", OTHER: "wrong"})]
-    assert sorted(command[-2:] for command in commands) == sorted(["1", each.name] for each in classes)
-    assert commands[0][1:3] == ["-m", "flash_dmattn.tools.calibrate_tiles"]
-    assert list(tool.check_in_processes(1, classes, 0.0)) == [], "none is started when the time is over"
-
-
-def test_an_interrupted_check_starts_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the one that runs; Ctrl-C in a terminal ends that one too."""
-    commands: list[list[str]] = []
-    is_ending = Event()
-    end = ThreadPoolExecutor.shutdown
-
-    def run(command: list[str], **_: Any) -> Any:
-        commands.append(command)
-        if len(commands) > 1:
-            is_ending.wait(60)
-        return SimpleNamespace(stdout=json.dumps([[OWN, ""]]))
-
-    def shutdown(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        end(pool, wait=False, cancel_futures=cancel_futures)
-        is_ending.set()
-        end(pool, wait=wait)
-
-    monkeypatch.setattr(tool.subprocess, "run", run)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 80 << 30))
-    checks = tool.check_in_processes(1, list(CLASSES.values()), 60.0)
-    next(checks)
-    assert isinstance(checks, Generator)
-    checks.close()
-    assert len(commands) <= 2
 
 
 # Which tiles are preferred

@@ -43,33 +43,6 @@ WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
 ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
-# The kernels of no unit, and how many there are of each.
-OTHERS = {
-    "add_chunks_kernel": 2,
-    "add_diagonals_kernel": 1,
-    "backward_rows_kernel": 12,
-    "backward_sums_kernel": 4,
-    "few_keys_kernel": 2,
-    "clear_dbias_kernel": 1,
-    "clear_masked_dbias_kernel": 1,
-    "fill_multiprocessor": 1,
-    "gather_bias_kernel": 1,
-    "gather_keys_kernel": 1,
-    "interval_bits_kernel": 1,
-    "interval_tiles_kernel": 1,
-    "key_codes_kernel": 1,
-    "list_long_tiles_kernel": 1,
-    "list_tiles_kernel": 1,
-    "order_lists_kernel": 1,
-    "pack_mask_kernel": 4,
-    "prepare_kernel": 1,
-    "topk_intervals_kernel": 1,
-    "topk_segments_kernel": 1,
-    "topk_stops_kernel": 1,
-    "topk_survivors_kernel": 2,
-    "turned_sums_kernel": 2,
-    "topk_thresholds_kernel": 4,
-}
 
 
 build_cuda = load(ROOT / "csrc" / "build_cuda.py")
@@ -197,41 +170,6 @@ def test_wheel_holds_one_file_for_every_python(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         libraries = [name for name in archive.namelist() if ".so" in name]
     assert libraries == ["flash_dmattn/_C.abi3.so"]
-
-
-@builds
-def test_build_prints_a_few_lines(built: Built) -> None:
-    said = [line for line in built.printed.splitlines() if line.startswith("flash_dmattn: ")]
-    said = [line for line in said if not re.search(r": \d+ of \d+ files after \d+ ", line)]  # one a minute
-    assert re.search(r"^flash_dmattn: compiling .*build\.log$", said[0]), built.printed
-    assert re.search(r"^flash_dmattn: the CUDA extension has \d+ kernels and took \d+ ", said[1]), built.printed
-    assert len(said) <= 3, built.printed
-    assert not re.search(r"^\[\d+/\d+\]", built.printed, re.MULTILINE), built.printed
-
-
-@builds
-def test_log_of_the_build_names_every_kernel(built: Built) -> None:
-    for unit in COMPILED:
-        assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.log, re.MULTILINE), built.log
-    row = r"^(\S.*): \d+ registers, (?:no spills|\d+ bytes spilled)$"
-    kernels = re.findall(row, built.log, re.MULTILINE)
-    # CUB's sort has kernels of its own, which differ by release.
-    counts = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
-    assert len(set(kernels)) == len(kernels), built.log
-    # Four forms of a bias, with a mask and without; of a shared bias one. Gradients come with a softcap or without it;
-    # those without one have a fifth form, which clusters sum. This head dim has kernels of two tiles of keys:
-    # without a bias, with one per score, and where dbias is stored. Interval masks go with no bias or one per key.
-    # Where TMA or nothing brings the bias, the forward pass has three consumers or two, also beside a mask of one row.
-    plain = {"forward_kernel": 8 + 2 + 2 * 3, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
-    # Sequences have three forms of a bias, with two consumers or three, and with two beside pages; four forms in the
-    # backward pass. Dropout, which this head dim alone has, has the forms of calls without a softcap.
-    sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
-    dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
-    # A bias by distance: without a mask by two consumers and by three, and beside bits. Backward kernels, with bits and
-    # without: for values that need a gradient and for others, and sums along diagonals.
-    distances = {"forward_kernel": 3, "backward_kernel": 2 * 2, "shared_dbias_kernel": 2}
-    passes = {name: sum(each[name] for each in (plain, sequences, dropout, distances)) for name in plain}
-    assert counts == {**passes, **OTHERS}, built.log
 
 
 @builds
@@ -374,21 +312,6 @@ def test_unknown_head_dim_is_a_sentence(value: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(build_cuda.BuildError, match=f"^{re.escape(sentence)}$"):
         choose_instances(monkeypatch, value, None)
         build_cuda.backward_instances()
-
-
-def test_header_lists_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_instances(monkeypatch, "192", "bf16")
-    assert build_cuda.instances_header() == (
-        "#define FLASH_DMATTN_INSTANCES(X) \\\n"
-        "  X(__nv_bfloat16, BFloat16, 192, 128) \\\n"
-        "  X(__nv_bfloat16, BFloat16, 192, 192)\n"
-        "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X)\n"
-    )
-    choose_instances(monkeypatch, "128", "fp16")
-    assert build_cuda.instances_header() == (
-        "#define FLASH_DMATTN_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
-        "#define FLASH_DMATTN_SEQUENCES_INSTANCES(X) \\\n  X(__half, Half, 128, 128)\n"
-    )
 
 
 def test_first_unit_that_holds_a_call_is_the_smallest() -> None:
@@ -735,17 +658,6 @@ def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatc
     assert instances_of() is None
 
 
-def test_build_for_racecheck_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASH_DMATTN_RACECHECK", raising=False)
-    assert not build_cuda._for_racecheck()
-    for wish in ("0", "1"):
-        monkeypatch.setenv("FLASH_DMATTN_RACECHECK", wish)
-        assert build_cuda._for_racecheck() == (wish == "1")
-    monkeypatch.setenv("FLASH_DMATTN_RACECHECK", "yes")
-    with pytest.raises(build_cuda.BuildError, match="FLASH_DMATTN_RACECHECK is 'yes'; it must be '0'"):
-        build_cuda._for_racecheck()
-
-
 def test_backend_knows_the_instances_of_the_build() -> None:
     assert cuda_rules.INSTANCES == build_cuda.HEAD_DIMS
     assert list(cuda_rules._DTYPES.values()) == list(build_cuda.DTYPES)
@@ -773,15 +685,3 @@ register resources for the function '_Z4tidyv'
 """
     tidy, sloppy = build_cuda.parse_ptxas(warning + log)
     assert str(tidy).endswith("no spills, matrix products serialized") and not sloppy.is_serialized
-
-
-def test_kernels_are_named_as_in_the_source() -> None:
-    tool("c++filt")
-    symbol = (
-        "_ZN12flash_dmattn14forward_kernelINS_13ForwardTraitsI13__nv_bfloat16Li128ELi128ELNS_4BiasE1ELb1EEEEEv"
-        "NS_13ForwardParamsE"
-    )
-    log = f"Compiling entry function '{symbol}'\n76 bytes spill stores, 0 bytes spill loads\nUsed 168 registers"
-    (kernel,) = build_cuda.parse_ptxas(log)
-    name = "forward_kernel<ForwardTraits<__nv_bfloat16, 128, 128, (Bias)1, true> >"
-    assert str(kernel) == f"{name}: 168 registers, 76 bytes spilled"

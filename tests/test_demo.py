@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from flash_dmattn.examples.demo import (
     Task,
     Training,
     check_call,
-    find_failures,
     main,
 )
 from flash_dmattn.explanation import explain_description
@@ -109,28 +107,6 @@ def test_on_a_hopper_gpu_auto_trains_on_a_kernel_of_ours(task, backend, monkeypa
     assert any(here.problem.needs_grad) and here.problem.dtype == torch.bfloat16
     explanation = explain_description(here.problem._replace(device="cuda", arch=HOPPER), "auto")
     assert explanation.forward == explanation.backward == backend, str(explanation)
-
-
-def test_the_verdict_names_what_failed(tasks):
-    errors, limits = {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}
-    nan = verify.Outcome("flex", "cpu", "float32", "pairs", errors, limits)
-    large = replace(nan, backend="eager", dtype="bfloat16", errors={"dq": 0.5}, limits={"dq": 1e-2})
-    broken = replace(nan, errors={}, exception="RuntimeError: no memory")
-    for task in tasks:
-        task.trainings[0].losses[:], task.trainings[1].losses[:] = [0.1], [0.7]
-    assert find_failures([], tasks) == []
-    for row, said in (
-        (nan, "pairs by flex in float32: error of dq is nan, above its limit 1.0e-05"),
-        (broken, "pairs by flex in float32: RuntimeError: no memory"),
-        (large, "pairs by eager in bfloat16: error of dq is 5.0e-01, above its limit 1.0e-02"),
-    ):
-        assert find_failures([row], tasks) == [said]
-    for loss in (0.5, float("nan")):
-        tasks[1].trainings[0].losses[:] = [loss]
-        assert (
-            f"top-k, 24 keys ends at a loss of {loss:.3f}; it must be under half of 0.700"
-            in find_failures([], tasks)[0]
-        )
 
 
 def test_a_quick_run_from_end_to_end(tmp_path):

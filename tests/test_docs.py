@@ -192,15 +192,6 @@ def test_the_map_of_a_folder_names_every_file(folder: str) -> None:
     assert [path.name for path in sorted(sources) if f"{path.name}`" not in text] == []
 
 
-def test_blocks_are_found_where_they_are() -> None:
-    page = "# t\n\n```python\na = 1\n```\n\ntext\n\n1. item\n   ````python\n   b = '```'\n   ````\n```text\nout\n```\n"
-    assert fenced_blocks(page) == [
-        Block("python", 4, "a = 1\n"),
-        Block("python", 11, "b = '```'\n"),
-        Block("text", 14, "out\n"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("page", "message"),
     [
@@ -218,24 +209,6 @@ def test_a_wrong_page_is_refused(page: str, message: str, tmp_path: Path) -> Non
             execute(file)
     else:
         execute(file)
-
-
-def test_a_section_about_a_library_that_is_missing_is_skipped_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "OPTIONAL", {"no_such_library"})
-    file = tmp_path / "page.md"
-    file.write_text(
-        "```python\nx = 1\n```\n## A\n```python\nimport no_such_library\n```\n```text\n1\n```\n"
-        "## B\n```python\nprint(x)\n```\n```text\n1\n```\n"
-    )
-    lines = {part: [block.line for block in blocks] for part, blocks in parts(file).items()}
-    assert lines == {"": [2, 13, 16], "A": [6, 9]}
-    execute(file)
-    with pytest.raises(SystemExit) as end:
-        execute(file, "A")
-    assert end.value.code == SKIPPED
-    assert capsys.readouterr().out.endswith("the block on line 6 needs no_such_library, which is not installed\n")
 
 
 if __name__ == "__main__":

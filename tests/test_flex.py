@@ -126,6 +126,25 @@ def test_flex_works_where_its_cpu_kernel_compiles(
     assert usable or f"torch serves this CPU as {capability}" in availability.reason
 
 
+def test_flex_says_what_it_cannot_compile_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler, and a Python that torch.compile refuses, are told before the first call fails."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        patch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+        lacking = flex._load()
+        assert not lacking.usable and "with no-such-compiler and Python.h, which are not here" in lacking.reason
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert flex._load().usable
+
+    def compile_refuses() -> None:
+        raise RuntimeError("torch.compile is not supported on Python 3.14+")
+
+    monkeypatch.setattr(torch, "compile", compile_refuses)
+    refused = flex._load()
+    assert not refused.usable and refused.reason == "torch.compile is not supported on Python 3.14+"
+
+
 def test_warn_only_determinism_warns_where_a_named_backend_has_no_order() -> None:
     q, bias = torch.randn(1, 8, 2, 16), torch.zeros(1, 2, 8, 8, requires_grad=True)
     with eager_flex():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import draws
 import fuzz
@@ -88,46 +85,6 @@ def test_calls_that_are_not_centred_have_numbers_and_a_command_of_their_own(
             x.build("cpu")
 
 
-def test_a_call_that_a_rule_refuses_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([None, (None, None), None, (None, None), (None, "wrong")])
-    monkeypatch.setattr(fuzz, "run_number", lambda *_: next(said))
-    monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
-    tally = fuzz.Tally(tmp_path / "one.json")
-    assert fuzz.run(["eager"], tally, 2, 600, 0, 1, fuzz.Tally(tmp_path / "none.json"))
-    line = tally.of("eager", "dense")
-    assert (line["passed"], line["refused"], line["next"]) == (2, 2, 4)
-
-
-def test_a_run_that_is_interrupted_keeps_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(place: object, kind: str, number: int) -> tuple[None, None]:
-        if number == 3:
-            raise KeyboardInterrupt
-        return None, None
-
-    monkeypatch.setattr(fuzz, "run_number", interrupted)
-    monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
-    command = ["fuzz.py", "eager", "--calls", "9", "--part", "0", "--out", str(tmp_path / "all.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    assert fuzz.main() == 130 and capsys.readouterr().out.startswith("3 passed, 0 refused, 0 failed; ")
-    assert fuzz.Tally(tmp_path / "all.0.json").of("eager", "dense")["passed"] == 3
-
-
-def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-
-    def start(command: list[str], env: dict[str, str]) -> SimpleNamespace:
-        started.append(" ".join(command[command.index(word) + 1] for word in ("--part", "--data")))
-        return SimpleNamespace(wait=lambda: 0, returncode=0)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    command = ["fuzz.py", "eager", "--calls", "4", "--processes", "2", "--commit", "c1", "--data", "uncentred"]
-    monkeypatch.setattr(draws, "UNCENTRED", draws.UNCENTRED)
-    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "all.json")])
-    assert fuzz.main() == 0 and started == ["0 uncentred", "1 uncentred"]
-
-
 def test_a_failure_is_told_with_the_command_that_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,45 +96,6 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     said = capsys.readouterr().out
     assert "python tests/run_calls.py eager dense 7 1" in said and "the simplest call that fails" in said
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
-
-
-def test_a_call_that_finds_no_memory_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that share a GPU take it from each other."""
-    said = iter(["number 3\ntorch.OutOfMemoryError: CUDA out of memory.", None])
-    monkeypatch.setattr(fuzz, "run_number", lambda *_: (None, next(said)))
-    line = {"next": 3, "passed": 0, "refused": 0, "failed": []}
-    assert [fuzz.run_one(None, "cuda", "dense", line, 1) for _ in range(2)] == [None, None]  # type: ignore[arg-type]
-    assert line == {"next": 5, "passed": 1, "refused": 0, "failed": [], "no memory": 1}
-
-
-def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what = {"file": "a.py", "what": "line 1, and/or: a | b -> c"}
-    faults = [{**what, "verdict": verdict} for verdict in ("survived", "killed", "")]
-    faults.append({**what, "verdict": "equal", "by": "c is a | b"})
-    counts = {"passed": 1500, "failed": 1, "left out": 3, "late": 2}
-    files = {
-        "fuzz-x.json": {
-            "places": {"cuda": {"dense": {"next": 3, "passed": 1200, "refused": 1, "no memory": 4, "failed": [7]}}},
-            **{"commit": "c1", "date": "2030-01-01", "device": "a GPU"},
-        },
-        "checks-x.json": {"commit": "c1", "parts": {"bf16": {"status": "passed"}, "fp32": {"status": "late"}}},
-        "peers-x.json": {"checkout": "f1", "commit": "c1", "device": "a GPU", "tests": {"test_a": counts}},
-        "faults-1.json": {"drawn": "4 of seed 1", "faults": faults},
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    monkeypatch.setattr(reliability, "RESULTS", tmp_path)
-    page = reliability.written(reliability.PAGE.read_text())
-    for row in (
-        "| a GPU | cuda | dense | 1,200 | 1 | 4 | dense 7 | c1, 2030-01-01 |",
-        "| GPU, commit c1 | 2 | 1 | 0 | 1 |",
-        "| `test_a` | 1,500 | 0 | 1 | 0 | 3 | 2 |",
-        "| all, of its commit f1; a GPU, commit c1 | 1,500 | 0 | 1 | 0 | 3 | 2 |",
-        "| 4 of seed 1 | 1 | 1 | 50.0 % | 1 | 1 |",
-        "* a.py, `line 1, and/or: a | b -> c`",
-        "* a.py, `line 1, and/or: a | b -> c`: c is a | b.",
-    ):
-        assert row in page.splitlines(), row
 
 
 def test_the_page_says_what_the_files_say() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -47,21 +46,6 @@ def test_parts_pass_or_fail_with_their_logs(tmp_path: Path, capsys: pytest.Captu
     assert "it broke" in printed and "2 parts: 1 passed, 1 failed, 0 left" in printed
 
 
-def test_parts_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    code = f"""
-import os, pathlib, time
-folder = pathlib.Path({str(tmp_path)!r})
-(folder / ("gpu" + os.environ["CUDA_VISIBLE_DEVICES"])).touch()
-while len(list(folder.glob("gpu*"))) < 2:
-    time.sleep(0.01)
-"""
-    parts = [part("one", code), part("two", code)]
-    board = Board.load(tmp_path / "checks.json", "a")
-    assert run(parts, board, tmp_path, slots=2, deadline=time.monotonic() + 60, where={}, gpus=2) == PASSED
-    assert {path.name for path in tmp_path.glob("gpu*")} == {"gpu5", "gpu7"}
-
-
 def test_what_passed_does_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
     counting = part("counted", f"open({str(tmp_path / 'count')!r}, 'a').write('x')")
     for commit, runs in (("a", 1), ("a", 1), ("b", 2)):
@@ -77,41 +61,6 @@ def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) 
     assert time.monotonic() - started < 20
     assert statuses(tmp_path) == {"slow": "late", "after it": "late"}
     assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
-
-
-def test_what_is_late_may_say_what_it_has_found(tmp_path: Path) -> None:
-    told = """
-import time
-try:
-    print("begun", flush=True)
-    time.sleep(600)
-except KeyboardInterrupt:
-    print("two failed so far")
-"""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
-    try:
-        late = [gpu_checks.start(part(name, told), tmp_path, ROOT) for name in ("slow", "slow too")]
-    finally:
-        signal.signal(signal.SIGINT, before)
-    while not all(each.log.read_text() == "begun\n" for each in late):
-        time.sleep(0.01)
-    gpu_checks.interrupt(late)
-    board = Board.load(tmp_path / "checks.json", "a")
-    for each in late:
-        gpu_checks.finish(each, board, time.monotonic() + 100)
-        assert each.log.read_text() == "begun\ntwo failed so far\n"
-    assert statuses(tmp_path) == {"slow": "late", "slow too": "late"}
-
-
-def test_random_calls_are_few_on_a_gpu_and_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go on where they were, and so begin where other parts would not end."""
-    monkeypatch.setattr(gpu_checks, "CALLS_AT_ONCE", 1)
-    told = f"open({str(tmp_path / 'order')!r}, 'a').write(NAME + ' '); import time; time.sleep(0.5)"
-    parts = [part(name, told.replace("NAME", repr(name)), seconds=1000) for name in "ab"]
-    parts += [part(name, told.replace("NAME", repr(name)), gpu_checks.RECORD, seconds=1000) for name in "cd"]
-    assert go(parts, tmp_path, deadline=time.monotonic() + 100) == PASSED
-    order = (tmp_path / "order").read_text().split()
-    assert sorted(order) == [*"abcd"] and order.index("c") < 2 and order.index("d") > order.index("c")
 
 
 def test_random_calls_are_one_record_of_the_commit(tmp_path: Path) -> None:
@@ -186,17 +135,6 @@ def test_shares_of_a_file_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(len(every) / 6 < len(share) for share in shares)
 
 
-def test_the_tests_of_each_forced_gpu_are_added_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = {"sm_80-a": "3 passed in 2 s", "sm_80-b": "1 failed, 2 passed", "sm_120-a": "2 skipped"}
-    parts = [
-        part(name, f"print({line!r}); raise SystemExit({'failed' in line})", TRITON_OVERRIDE_ARCH=name.split("-")[0])
-        for name, line in told.items()
-    ]
-    assert go(parts, tmp_path) == FAILED
-    printed = capsys.readouterr().out
-    assert "\nsm_80: 5 passed, 1 failed, 0 skipped\nsm_120: 0 passed, 0 failed, 2 skipped\n" in printed
-
-
 def test_the_command_lists_and_chooses() -> None:
     command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -222,9 +160,3 @@ def test_without_a_gpu_nothing_passes(
         gpu_checks.main(["--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and "torch finds no GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_no_slot_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu_checks.main(["--slots", "0", "--list"])
-    assert ended.value.code == 2 and "--slots is 0" in capsys.readouterr().err

@@ -56,21 +56,6 @@ def test_large_masks_are_pooled_and_a_lone_key_stays_visible():
     assert figure.axes[0].images[0].get_extent() == [0, 3001, 4000, 0]
 
 
-def test_texts():
-    figure = draw_mask.show(masks.causal_mask(6, 4), block_size=2, title="a name")
-    axes = figure.axes[0]
-    assert axes.get_title() == (
-        "a name\n6 x 4 (queries x keys), density 41.7%, empty rows 2\ntiles 2x2: 50.0% active, 16.7% full"
-    )
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key (token)", "query (token)")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "empty tile: skipped",
-        "full tile: no mask inside",
-        "partial tile: attends",
-        "partial tile: masked",
-    ]
-
-
 def test_batch_head_and_lengths_choose_the_plane():
     mask = torch.zeros(2, 3, 1, 4, dtype=torch.bool)
     mask[1, 2, 0, 1] = True

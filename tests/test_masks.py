@@ -207,7 +207,9 @@ BAD_CALLS = [
     (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None; it needs to be the padded length"),
     (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\); it needs seqlen = 3"),
     (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32.* pass mask > 0\.5"),
-    (lambda: masks.padding_mask(torch.zeros(2, 1, 1, 4)), ValueError, r"lengths_or_mask has shape .* be 1-D or 2-D"),
+    (lambda: masks.padding_mask(torch.zeros(2, 1, 4)), ValueError, r"lengths_or_mask has shape .* be 1-D or 2-D"),
+    (lambda: masks.padding_mask(torch.zeros(2, 1, 1, 4)), ValueError, r"no padding: pass it as mask, .* == 0 of 0 and"),
+    (lambda: masks.padding_mask(torch.zeros(2, 4)), TypeError, r"pass mask > 0\.5 of 1 and 0, mask == 0 of 0 and -inf"),
     (lambda: masks.padding_mask(torch.ones(0), 2), TypeError, r"lengths_or_mask has dtype torch\.float32"),
     (lambda: masks.padding_mask([True, False], 2), TypeError, r"lengths_or_mask has dtype torch\.bool"),
     (lambda: masks.padding_mask(None), TypeError, r"lengths_or_mask is None \(NoneType\); it needs to be an integer"),
@@ -217,6 +219,11 @@ BAD_CALLS = [
     (lambda: masks.prefix_lm_mask(4, 3, 3), ValueError, r"prefix_lengths has a length of 4, longer .* at most 3"),
     (lambda: masks.prefix_lm_mask(-1, 3, 3), ValueError, r"prefix_lengths is -1; it needs to be >= 0"),
     (lambda: masks.threshold_mask(torch.ones(2, dtype=torch.int64)), TypeError, r"scores has dtype int64"),
+    (
+        lambda: masks.combine(masks.PreparedMask.from_mask(torch.ones(2, 2).bool())),
+        TypeError,
+        r"masks\[0\] is a TileMask; it needs to be a bool torch.Tensor; masks\[0\]\.unpacked\(\) is one",
+    ),
     (
         lambda: masks.combine(torch.ones(2, 2)),
         TypeError,

@@ -64,6 +64,12 @@ def test_dense_is_the_matrix_of_the_values(seqlen_q: int, seqlen_k: int, has_row
                 torch.testing.assert_close(sums.view(shape), gradients[1])
 
 
+@pytest.mark.parametrize("bias", [Relative(torch.zeros(2, 3), 1), Band(torch.zeros(2, 4, 3), 1)])
+def test_a_sum_with_a_mask_of_floats_is_told_what_to_make(bias: Relative | Band) -> None:
+    with pytest.raises(TypeError, match=r"no tensor; to add to it, make one: bias\.dense\(seqlen_q, seqlen_k\)"):
+        bias + torch.zeros(4, 4)
+
+
 @pytest.mark.parametrize("lengths", ((0, 4), (4, 0), (0, 0)))
 def test_dense_without_scores_has_a_gradient_of_zeros(lengths: tuple[int, int]) -> None:
     values = torch.ones(2, 1, 3, 5, dtype=F64, requires_grad=True)

@@ -48,6 +48,16 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("bias has shape (1, 4, 6, 6)", "heads in {1, 6}", "it fits if heads come first", "pass q.transpose(-2, -3)"),
     ),
+    "heads last in a bias": (
+        {"bias": torch.randn(B, LQ, LK, HQ)},
+        ValueError,
+        ("bias has shape (2, 3, 5, 4)", "it fits with its heads before its positions: bias.movedim(-1, -3)"),
+    ),
+    "a bias without the dim of rows": (
+        {**dict.fromkeys("qkv", torch.randn(B, 3, LK, HQ, D)), "bias": torch.randn(B, HQ, LK, LK)},
+        ValueError,
+        ("bias has shape (1, 2, 4, 5, 5)", "it fits with a batch dim of 1 before its heads: bias.unsqueeze(-4)"),
+    ),
     "heads first and other lengths": (
         {"q": torch.randn(B, HQ, 6, D), "k": torch.randn(B, HK, 7, D), "v": torch.randn(B, HK, 7, D)},
         ValueError,
@@ -218,6 +228,8 @@ WRONG_NAMES = {
     "key_padding_mask": r"write mask=masks.padding_mask\(...\)",
     "need_weights": 'write return_probs= beside backend="reference"',
     "cu_seqlens_q": r"write sequences=Sequences.packed\(...\)",
+    "block_mask": r"write mask=PreparedMask.from_mask_mod\(...\)",
+    "training": r"write dropout_p=0\.0 where it is False",
     "is_casual": r"did you mean is_causal\?",
     "softmax_scales": r"did you mean softmax_scale\?",
     "xyz": "it takes q, k, v, mask, bias, is_causal, .*, dropout_p(, device)?",
@@ -252,9 +264,11 @@ def test_a_padding_mask_of_two_dims_is_told_what_it_is(leading: tuple[int, ...])
     flash_dmattn.attention(**inputs, mask=true(*leading, B, LK)[..., None, None, :])
     with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
         flash_dmattn.attention(**inputs, mask=true(B + 2, LK))
-    with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
+    with pytest.raises(ValueError, match=r"; padding of \(\*batch, seqlen_k\) is bias\[..., None, None, :\]$"):
         flash_dmattn.attention(**inputs, bias=torch.randn(B, LK))
-    with pytest.raises(TypeError, match=r"mask has dtype int64.*masks.padding_mask\(mask\) for padding"):
+    flash_dmattn.attention(**inputs, bias=torch.randn(*leading, B, LK)[..., None, None, :])
+    words = r"mask has dtype int64.*mask == 0 of 0 and -inf, masks.padding_mask\(mask\) of padding"
+    with pytest.raises(TypeError, match=words):
         flash_dmattn.attention(**tensors(mask=true(B, LK).long()))
     flash_dmattn.attention(**inputs, mask=flash_dmattn.masks.padding_mask(true(B, LK)))
 

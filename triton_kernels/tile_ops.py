@@ -172,15 +172,11 @@ def shared_head(bias, strides, b, h):
 
 @triton.jit
 def soft_cap(x):
-    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation.
-
-    The derivative of NaN is 0: a gradient that it multiplies is NaN already where a row sees this score, and is 0 where
-    the score is hidden, or belongs to no row.
-    """
+    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
     e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2E))  # exp(-2 |x|), which cannot overflow
     t = (1.0 - e) / (1.0 + e)
     slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return tl.where(x < 0, -t, t), tl.where(x == x, slope, 0.0)
+    return tl.where(x < 0, -t, t), slope
 
 
 @triton.jit

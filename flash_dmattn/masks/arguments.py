@@ -63,7 +63,7 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor
 def bool_mask(name: str, mask: Tensor) -> Tensor:
     """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
-    check_tensor(name, mask, "a bool torch.Tensor")
+    check_tensor(name, mask, f"a bool torch.Tensor{f'; {name}.unpacked() is one' if hasattr(mask, 'unpacked') else ''}")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0")
     return four_dims(name, mask)

@@ -218,10 +218,18 @@ def padding_mask(
     values = as_tensor("lengths_or_mask", lengths_or_mask, device)
     if values.dim() == 2:
         if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5")
+            raise TypeError(
+                f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5 of 1 and 0, "
+                "mask == 0 of 0 and -inf"
+            )
         if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
             raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys")
         return (values != 0)[:, None, None]
+    if values.dim() == 4:
+        raise ValueError(
+            f"lengths_or_mask has shape {tuple(values.shape)}; it needs to be (B,) or (B, seqlen); what has heads and "
+            "queries is no padding: pass it as mask, mask.bool() of 1 and 0, mask == 0 of 0 and -inf"
+        )
     is_list = not isinstance(lengths_or_mask, Tensor)
     values = values.long() if is_list and values.numel() == 0 else values  # torch calls an empty list float
     lengths = integer_tensor("lengths_or_mask", values, (1, 2))

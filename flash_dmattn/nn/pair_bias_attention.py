@@ -126,7 +126,8 @@ class PairBiasAttention(nn.Module):
         check_tensor("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True for a token: mask.bool() of 0 and 1"
+                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True for a token: mask.bool() of 1 and 0, "
+                "mask == 0 of 0 and -inf"
             )
         if mask.dim() == x.dim() + 1:
             return mask

@@ -24,7 +24,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("attn_bias", "score_bias", "position_bias"), "bias="),
     **dict.fromkeys(("logits_soft_cap", "softcapping", "logit_cap"), "softcap="),
     **dict.fromkeys(("window", "sliding_window", "local_window_size"), "window_size=(left, right)"),
-    **dict.fromkeys(("dropout", "attention_dropout"), "dropout_p="),
+    **dict.fromkeys(("dropout", "attention_dropout", "p"), "dropout_p="),
     **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "sink="),
     **dict.fromkeys(("return_softmax_lse", "return_softmax"), "return_lse="),
     **dict.fromkeys(
@@ -35,7 +35,9 @@ OTHER_NAMES = {
     **dict.fromkeys(("cache_seqlens", "seqused_k"), "sequences=Sequences.padded(...)"),
     **dict.fromkeys(("block_table", "page_table"), "sequences=Sequences.paged(...)"),
     "attn_mask": "mask= where it is bool, bias= where it is added to scores",
+    "block_mask": "mask=PreparedMask.from_mask_mod(...)",
     "enable_gqa": "nothing: the heads of k may always be fewer",
+    "training": "dropout_p=0.0 where it is False",
 }
 _MOST = torch.finfo(torch.float32).max  # of what kernels and torch compute with
 _FAR = 2**62
@@ -220,11 +222,15 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     names = (*batch_names(len(batch)), "heads", "seqlen_q", "seqlen_k")
     advice = ""
     tail, rest = tuple(shape[-1 - len(batch) :]), shape[: -1 - len(batch)]
-    if name == "mask" and tail[-2:] == (batch[-1], seqlen_k) and all(n == 1 for n in rest):
-        if len(batch) == 1:
+    if tail[-2:] == (batch[-1], seqlen_k) and all(n == 1 for n in rest):
+        if name == "mask" and len(batch) == 1:
             advice = "; padding of (batch, seqlen_k) is masks.padding_mask(mask)"
         elif _fits(tail, (*allowed[: len(batch)], allowed[-1])):
-            advice = "; padding of (*batch, seqlen_k) is mask[..., None, None, :]"
+            advice = f"; padding of (*batch, seqlen_k) is {name}[..., None, None, :]"
+    elif _fits(shape, (*allowed[:-3], *allowed[-2:], allowed[-3])):
+        advice = f"; it fits with its heads before its positions: {name}.movedim(-1, -3)"
+    elif len(batch) > 1 and shape[0] == 1 and _fits((*shape[1 : len(batch)], 1, *shape[len(batch) :]), allowed):
+        advice = f"; it fits with a batch dim of 1 before its heads: {name}.unsqueeze(-4)"
     if _fits(shape, (*allowed[:-3], (1, seqlen_k, seqlen_q), (1, num_heads), (1, num_heads_k))):
         advice = "; it fits if heads come first in q, k and v: pass q.transpose(-2, -3), and so k and v"
     raise ValueError(_misfit(name, shape, names, allowed) + advice)

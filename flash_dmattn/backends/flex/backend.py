@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -147,16 +152,34 @@ AUTO_RULES: tuple[Rule, ...] = (
 )
 
 
+def _missing_for_cpu() -> list[str]:
+    """Name what Inductor needs to compile for a CPU and this machine lacks; on Windows it searches itself."""
+    if sys.platform == "win32":
+        return []
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(compiler) else [compiler]
+    return missing if header.is_file() else [*missing, header.name]
+
+
 def _load() -> Availability:
     try:
         graph_module()
     except Exception as error:
         reason = f"FlexAttention cannot be imported: {type(error).__name__}: {error}"
         return Availability(False, reason, "install torch >= 2.9 whole, with triton on a GPU machine", error)
+    try:
+        torch.compile()  # without a function it does nothing but refuse a version of Python
+    except RuntimeError as error:
+        return Availability(False, str(error), "install a newer torch, or use another backend", error)
     capability = torch.backends.cpu.get_cpu_capability()
     if not torch.cuda.is_available() and not capability.startswith("AVX"):
         reason = f"no GPU, and torch serves this CPU as {capability}; FlexAttention compiles for AVX2, AVX512"
         return Availability(False, reason, "unset ATEN_CPU_CAPABILITY if it is set, or use another backend")
+    missing = [] if torch.cuda.is_available() else _missing_for_cpu()
+    if missing:
+        reason = f"no GPU, and a CPU needs FlexAttention compiled with {' and '.join(missing)}, which are not here"
+        return Availability(False, reason, "install them (Debian: apt-get install g++ python3-dev)")
     return Availability(True)
 
 
