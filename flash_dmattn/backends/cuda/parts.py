@@ -2,7 +2,8 @@
 
 With batch dims (B1, B2), a bias may have batch dims (B1, 1) or (1, B2). The kernels read either one entry of a mask or
 a bias for all entries of the batch, or one for each. So each of the B1 runs of B2 entries is computed as a call of its
-own: in it either all entries share one, or each has one. Such a run is a part. `Flags` tells which.
+own: in it either all entries share one, or each has one. This module calls a run a part. `Flags` tells which entry is
+read.
 """
 
 from __future__ import annotations

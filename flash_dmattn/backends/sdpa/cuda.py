@@ -91,7 +91,7 @@ def _has_packed_pairs(p: AttentionProblem) -> bool:
 def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return where queries and keys of each sequence begin and end, int32 (2 S,).
 
-    The kernel takes them for 2 S - 1 sequences. Those with odd numbers are the gaps between two sequences, mostly of
+    The kernel takes them for 2 S - 1 sequences. Sequences with odd numbers are gaps between two sequences, mostly of
     length 0; nobody reads their results.
     """
     assert x.sequences is not None

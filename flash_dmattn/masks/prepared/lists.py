@@ -130,7 +130,7 @@ def tiles_of_lists(
 ) -> tuple[Tensor, ...]:
     """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have only the listed ones.
 
-    Bounds and intervals are those of the band. Kernels that walk lists of tiles read bounds only in partial tiles, so
+    Bounds and intervals come from the band. Kernels that walk lists of tiles read bounds only in partial tiles, so
     they can serve these lists. Code that reads the intervals cannot.
 
     Args:
