@@ -364,7 +364,7 @@ WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
 # Errors of builders, and the calls that raise them.
 WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
     (lambda: biases.t5(None), TypeError, "weight is a NoneType; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
-    (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs to be a floating"),
+    (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs a floating"),
     (lambda: biases.t5(torch.ones(32, 2), is_bidirectional=1), TypeError, "is_bidirectional is 1; it needs to be"),  # type: ignore[arg-type]
     (lambda: biases.t5(torch.ones(32)), ValueError, "weight has shape (32,); it needs (buckets, heads), 4 buckets"),
     (lambda: biases.t5(torch.ones(33, 2)), ValueError, "weight has 33 buckets; with is_bidirectional it needs an even"),
