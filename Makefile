@@ -133,6 +133,7 @@ ifneq ($(NO_VENV),)
 	@$(PYTHON) -c 'from importlib.util import find_spec; gone = [m for m in "$(OPTIONAL)".split() if find_spec(m) is None]; print("==> optional packages that are missing:", ", ".join(gone) or "none")'
 endif
 
+# editable_mode=compat: a folder on the path, which type checkers read; the other form is a hook of imports, which they do not.
 # --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
 # -v where the CUDA extension is built: pip would hide the progress of some minutes.
 # --quiet: a line for each package would be 300 lines. --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
@@ -149,5 +150,6 @@ $(VENV)/.flash_dmattn_ready: requirements-dev.txt $(OLDEST:%=requirements-%.txt)
 	done
 	@echo "==> 3/3 flash_dmattn, editable"
 	@verbose=; if $(RUN) csrc/build_cuda.py; then verbose=-v; fi; \
-		$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps $$verbose -e .
+		$(RUN) -m pip install --disable-pip-version-check --no-build-isolation --no-deps $$verbose \
+			-C editable_mode=compat -e .
 	@touch $@

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 import flash_dmattn
+from flash_dmattn.dispatch.config import parse_choice
 from flash_dmattn.dispatch.plan import backward_pass, forward_pass
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem.inputs import Inputs, Saved
@@ -44,7 +45,7 @@ def best_us(functions: Sequence[Callable[[], object]], rounds: int, calls: int) 
 
 def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object]]]:
     """By pass, the call and the bare backend; a pass that the backend refuses is missing."""
-    backend = BACKENDS[name]
+    backend, choice = BACKENDS[name], parse_choice(name)
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     q, k, v, dout = torch.randn(4, *SHAPE, device=device, dtype=dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -52,13 +53,13 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
     problem = flash_dmattn.explain(*leaves).problem
 
     def forward() -> object:
-        return flash_dmattn.attention(q, k, v, backend=name)
+        return flash_dmattn.attention(q, k, v, backend=choice)
 
     def bare_forward() -> object:
         return forward_pass(backend, alone)(Inputs(q, k, v))
 
     def both() -> object:
-        return torch.autograd.grad(flash_dmattn.attention(*leaves, backend=name), leaves, dout)
+        return torch.autograd.grad(flash_dmattn.attention(*leaves, backend=choice), leaves, dout)
 
     def bare_both() -> object:
         inputs = Inputs(q, k, v)
@@ -98,7 +99,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
     pairs = causal ^ (torch.rand(LENGTH, LENGTH, device=device) < 0.1)
     edges = torch.tensor([0, LENGTH // 2, BATCH * LENGTH], device=device, dtype=torch.int32)
     packed = flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)
-    padded = flash_dmattn.Sequences.padded(lengths, lengths)
+    padded = flash_dmattn.Sequences.padded(seqlens_q=lengths, seqlens_k=lengths)
     prepared = flash_dmattn.masks.PreparedMask.from_mask(pairs)
     heads_first = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn import BackendUnsupportedError, Sequences, attention
+from flash_dmattn import BackendChoice, BackendUnsupportedError, Sequences, attention
+from flash_dmattn.dispatch.config import BackendName
 from flash_dmattn.masks import PreparedMask, topk_mask
 
 from .floors import Floor, Rates, rates_of
@@ -100,7 +101,7 @@ class Batch:
             self.mask, is_causal=self.case.is_causal, sequences=self.sequences, seqlen_q=rows, seqlen_k=rows
         )
 
-    def call(self, mask: Any = None, backend: str = "auto") -> Tensor:
+    def call(self, mask: Any = None, backend: BackendChoice = "auto") -> Tensor:
         """Ours; a prepared mask brings its causality."""
         is_causal = self.case.is_causal and (mask is None or isinstance(mask, Tensor))
         return attention(
@@ -167,7 +168,7 @@ class System(NamedTuple):
     is_peer: bool = False
 
 
-def systems(batch: Batch, backends: Sequence[str]) -> Iterator[System]:
+def systems(batch: Batch, backends: Sequence[BackendName]) -> Iterator[System]:
     """Ours on each backend, with a mask also as tiles, and the peers where they have what the case needs."""
     tiles = None if batch.mask is None else batch.prepared()
     for backend in backends:
@@ -214,7 +215,7 @@ class Truth:
         return good
 
 
-def run_case(case: Case, device: torch.device, backends: Sequence[str], rates: Rates, rep_ms: float) -> bool:
+def run_case(case: Case, device: torch.device, backends: Sequence[BackendName], rates: Rates, rep_ms: float) -> bool:
     """Time and check a case; print a row for each system, and return whether all are right and none of ours failed."""
     batch = Batch(case, device)
     truth = Truth(batch)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn import Sequences, append_to_cache, attention
+from flash_dmattn import BackendChoice, Sequences, append_to_cache, attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 from flash_dmattn.sequences.cache_writes import OPERATOR
@@ -87,7 +87,7 @@ class Pool:
         return True
 
 
-def decoding_rows(page_size: int, device: str, backend: str) -> Iterator[Row]:
+def decoding_rows(page_size: int, device: str, backend: BackendChoice) -> Iterator[Row]:
     """One query of each sequence, and drafts of 16 as trees, as chains, and as a mask of all keys."""
     pool = Pool(page_size, device)
     sees = torch.eye(DRAFT, dtype=torch.bool, device=device)

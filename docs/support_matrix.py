@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from flash_dmattn.backends.cuda import rules  # noqa: E402
 from flash_dmattn.backends.protocol import Backend, Reason, Rule  # noqa: E402
-from flash_dmattn.biases import ByDistance, Chosen  # noqa: E402
+from flash_dmattn.biases import ByDistance, ListBias  # noqa: E402
 from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
 from flash_dmattn.dispatch.selection import passes_of, select_tangents  # noqa: E402
 from flash_dmattn.explanation import explain, explain_problem  # noqa: E402
@@ -82,7 +82,7 @@ def _row_of_lists(
     lists = PreparedMask.from_lists(
         index, seqlen_k=rows_k, sequences=sequences, block_size=(1, block_size), is_causal=True
     ).to("meta")
-    decision = explain(q, k, k, lists, Chosen(values), sequences=lists.sequences, device="sm_90", **numbers)
+    decision = explain(q, k, k, lists, ListBias(values), sequences=lists.sequences, device="sm_90", **numbers)
     return Row("lists", name, decision.problem)
 
 

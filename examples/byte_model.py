@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flash_dmattn import BackendChoice
 from flash_dmattn.nn import DynamicMaskAttention
 
 VOCABULARY = 256
@@ -88,7 +89,7 @@ class ModelConfig:
     mlp_size: int = 512
     keep_window_size: int | None = 64
     local_window_size: int = 0
-    backend: str = "auto"
+    backend: BackendChoice = "auto"
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_dmattn
+from flash_dmattn import BackendChoice
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import device_arch
@@ -72,7 +73,7 @@ class Layer(nn.Module):
 
     learning_rate = 1e-2
 
-    def __init__(self, sizes: Sizes, backend: str) -> None:
+    def __init__(self, sizes: Sizes, backend: BackendChoice) -> None:
         super().__init__()
         self.sizes, self.backend = sizes, backend
         self.norm = nn.RMSNorm(sizes.width)
@@ -109,7 +110,7 @@ class CommonNeighbours(Layer):
 
     learning_rate = 6e-3
 
-    def __init__(self, sizes: Sizes, backend: str, *, has_bias: bool) -> None:
+    def __init__(self, sizes: Sizes, backend: BackendChoice, *, has_bias: bool) -> None:
         sizes = sizes._replace(width=sizes.width // 2)
         super().__init__(sizes, backend)
         self.has_bias = has_bias
@@ -143,7 +144,7 @@ class Recall(Layer):
     "top-k" keeps those of the best learned score, "window" as many of the nearest, and "all" every earlier key.
     """
 
-    def __init__(self, sizes: Sizes, backend: str, *, sees: str) -> None:
+    def __init__(self, sizes: Sizes, backend: BackendChoice, *, sees: str) -> None:
         super().__init__(sizes, backend)
         self.sees = sees
         self.kind = nn.Embedding(3, sizes.width)
@@ -251,7 +252,7 @@ class Task(NamedTuple):
     trainings: tuple[Training, ...]
 
 
-def make_tasks(sizes: Sizes, backend: str, device: torch.device, seed: int) -> tuple[Task, Task]:
+def make_tasks(sizes: Sizes, backend: BackendChoice, device: torch.device, seed: int) -> tuple[Task, Task]:
     """Make both tasks; the layers of one start with the same weights."""
 
     def training(title: str, make: Callable[[], Layer]) -> Training:
@@ -384,7 +385,7 @@ def check_call(call: Sample, dtype: torch.dtype) -> list[Outcome]:
     call = Sample(call.name, tensors, call.flags, call.results, call.dout.to(dtype))
     # The reference is the formula again, under its name as a backend.
     backends = [name for name in BACKENDS if name != "reference"]
-    return [call.yardstick, *(call.check(name, may_be_part=False) for name in backends)]
+    return [call.yardstick, *(call.check(name, allow_partial=False) for name in backends)]
 
 
 def find_failures(checked: Sequence[Outcome], tasks: Sequence[Task]) -> list[str]:

@@ -132,9 +132,9 @@ def _plane(mask: Tensor | PreparedMask, batch: int, head: int, seqlen_q: int | N
         raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim needs to be >= 1.")
     if isinstance(mask, BatchMask):
         # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
-        cut = mask.with_tensors([x.narrow(1, index[1], 1) for x in mask.tensors])
+        cut = mask._with_tensors([x.narrow(1, index[1], 1) for x in mask.tensors])
         if mask.sequences is None:  # each of these has a band of its own
-            cut = cut.with_tensors([x.narrow(0, index[0], 1) for x in cut.tensors])
+            cut = cut._with_tensors([x.narrow(0, index[0], 1) for x in cut.tensors])
             index = 0, 0
         return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[index[0], 0]
     return mask[index[0], index[1]]

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from flash_dmattn import attention
+from flash_dmattn import BackendChoice, attention
 from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.nn.positions import rotary_angles
 
@@ -88,7 +88,7 @@ class DynamicMaskConfig(transformers.PreTrainedConfig):
         initializer_range: float = 0.02,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
-        attention_backend: str = "auto",
+        attention_backend: BackendChoice = "auto",
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,

@@ -4,7 +4,7 @@ A sequence has pairs of a key and a value, then questions. A question is one of 
 one token of many matters to a query. A selector, two narrow heads, lists a few tokens for each query, and attention
 reads no others.
 
-* "through attention": attention adds the selector's scores to its own, as `biases.Chosen`. The loss of the model
+* "through attention": attention adds the selector's scores to its own, as `biases.ListBias`. The loss of the model
   trains the selector.
 * "by KL": a second loss teaches the selector the probabilities of attention over the listed tokens. Attention does not
   see its scores. DeepSeek trains its indexer so.
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_dmattn import attention
-from flash_dmattn.biases import Chosen
+from flash_dmattn.biases import ListBias
 from flash_dmattn.examples.demo import print_table
 from flash_dmattn.masks import IndexScores, PreparedMask
 
@@ -84,7 +84,7 @@ class Recall(nn.Module):
             attended = attention(q, k, v, lists)
             loss = self.imitate(q.detach(), k.detach(), lists, values)
         else:
-            attended = attention(q, k, v, lists, Chosen(values if self.way == WAYS[0] else values.detach()))
+            attended = attention(q, k, v, lists, ListBias(values if self.way == WAYS[0] else values.detach()))
         return self.output(attended.flatten(2)), loss, lists
 
     def imitate(self, q: Tensor, k: Tensor, lists: PreparedMask, values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ if _process.environment_error is not None and not _is_command:
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
-    # In a source checkout these folders lie outside of the package, and are imported as part of it. No other folder of
+    # In a source checkout these folders are outside of the package, and are imported as part of it. No other folder of
     # the checkout may be imported that way, so `__path__` is not changed.
     for _name in ("reference", "triton_kernels", "examples"):
         _spec = _ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
@@ -36,7 +36,7 @@ if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
 try:
     import torch as _torch  # noqa: F401
 except Exception as _error:
-    # `python -m flash_dmattn info` must start, because it says what is broken. Everything else raises at first use.
+    # `python -m flash_dmattn info` must start, because it reports what is broken. Everything else raises at first use.
     _torch_error = _error
 
     def __getattr__(name: str) -> object:
@@ -51,7 +51,7 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .definition import load_with
-    from .dispatch.config import config
+    from .dispatch.config import BackendChoice, config
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import (
         BackendError,
@@ -81,12 +81,14 @@ else:
 
     load_with(_load_dtensor)
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY})
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 __all__ = [
     "Backend",
+    "BackendChoice",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",

@@ -141,7 +141,7 @@ def _join_window(words: list[str]) -> list[str]:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    """Print the explanation; 0 whatever it says, 2 where no such call can exist."""
+    """Print the explanation; 0 whatever the result, 2 where no such call can exist."""
     require_torch("explain")
     import torch
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .biases import Bias
 from .call import prepare_call, run_call
-from .definition import above, is_dtensor
+from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
-from .problem import Numbers, refuse_keywords
+from .problem import RawFlags, refuse_keywords
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def attention(
 
     There may be any number of batch dims: q, k and v are `(*batch, L, H, D)`; mask and bias broadcast against
     `(*batch, Hq, Lq, Lk)` as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one
-    are copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
+    are copied: see `explain`. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
     all on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
     Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
@@ -142,15 +142,17 @@ def attention(
         mask: bool, True where q attends: (B, Hq or Hk, Lq, Lk), each dimension 1 or full. Fewer dimensions, at least 2,
             are aligned from the right as in torch, so a 2-D mask is (Lq, Lk). For padding of (B, Lk) use
             `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
-            It may be a prepared mask of `flash_dmattn.masks`, which serves any number of calls of its lengths. A
+            It may be a prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths. A
             prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
             `sequences` it must be prepared for these sequences, or by `from_tree`.
             A hidden key may be NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in torch. With
-            `sequences` nothing beyond their lengths is read: see docs/masks.md.
+            `sequences` nothing past their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
-            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
-            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A
-            `biases.Chosen` has values for the entries of a mask of lists.
+            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. Besides a tensor it may be:
+
+            * a `biases.Relative` or `biases.Band`: values by the distance of query and key, as
+              `biases.t5(weight)` makes them; the (Lq, Lk) tensor is never materialised;
+            * a `biases.ListBias`: values for the entries of a mask of lists.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
@@ -181,11 +183,15 @@ def attention(
     | padded | (S, Lq, Hq, D) | (S, Lk, Hk, D or Dv) | (S, Hq, Lq) |
     | paged | (S, Lq, Hq, D), or packed | (pages, page_size, Hk, D or Dv) | as for q |
 
-    A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), with each dim 1 or full. With packed
-    queries it may be packed, too: (H, Tq, max_seqlen_k), whose rows are the rows of q; (H, Tq, 1); or with packed keys
-    (H, 1, Tk). H is 1, Hk or Hq. Rows of no sequence have out 0, lse -inf and zero gradients. No value of one sequence,
-    not even NaN, affects another one; unused slots affect none. q, k and v may also be nested tensors of the jagged
-    layout, (S, j, H, D), without `sequences`; then out is nested, too, and lse is nested as (S, Hq, j).
+    * A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), with each dim 1 or full; H is 1, Hk or
+      Hq. With packed queries it may be packed, too: (H, Tq, max_seqlen_k), whose rows are the rows of q; (H, Tq, 1); or
+      with packed keys (H, 1, Tk).
+    * Rows of no sequence have out 0, lse -inf and zero gradients.
+    * No value of one sequence, not even NaN, affects another one; unused slots affect none.
+    * q, k and v may also be nested tensors of the jagged layout, (S, j, H, D), without `sequences`; then out is nested,
+      too, and lse is nested as (S, Hq, j).
+
+    For example `sequences=Sequences.packed(torch.tensor([0, 3, 8]))` is for rows 0 to 2 and 3 to 7 of q, k and v.
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities.
@@ -218,13 +224,13 @@ def attention(
     """
     if unknown:
         refuse_keywords(attention, unknown)
-    numbers = Numbers(
+    raw_flags = RawFlags(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
     if type(q) is not Tensor and is_dtensor(q):
-        options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
-        return above().attention(q, k, v, mask, bias, **options)
-    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, numbers), backend)
+        options = {**raw_flags._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
+        return dtensor_module().attention(q, k, v, mask, bias, **options)
+    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

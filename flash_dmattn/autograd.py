@@ -13,6 +13,7 @@ calls with sequences or dropout, which number the entries within each call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd import forward_ad, profiler
 from . import operators
 from .definition import (
     LIBRARY,
+    by_name,
     distinct,
     each_call,
     is_batched,
@@ -33,7 +35,7 @@ from .definition import (
     one_by_one,
     stacked,
 )
-from .dispatch.plan import Plan, backward_pass, laid_anew, tangent_gradients_pass, tangents_pass
+from .dispatch.plan import Plan, backward_pass, tangent_gradients_pass, tangents_pass, with_strides
 from .dispatch.selection import (
     FORWARD_MODE,
     SECOND_DERIVATIVE,
@@ -49,7 +51,7 @@ from .dispatch.selection import (
 )
 from .gradients import narrow
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
-from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
+from .problem.inputs import Inputs, as_arrived, result_in_rows, saved_layout_of
 from .reference.tangents import Cotangents, Tangents
 
 NUM_INPUTS = len(NeedsGrad._fields)
@@ -68,7 +70,7 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
         if is_nested_gradient_traced():
-            # Dynamo drops the derivative of the gradient of every autograd function.
+            # Dynamo drops the gradient of the gradient of every autograd function.
             raise NotImplementedError(
                 "torch.compile traces torch.func.grad of attention inside of another transform, of which it keeps no "
                 'derivative; call attention(..., backend="reference"), or transform outside of torch.compile'
@@ -121,7 +123,10 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
         inside = (None if t is None else _unwrapped(t) for t in tensors)
         return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in inside)
 
-    inputs, own = plan.parts.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)), Tangents(*below(*tangents))
+    inputs, own = (
+        plan.saved_layout.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)),
+        Tangents(*below(*tangents)),
+    )
     with interpreter.lower():
         results = _attend_with_tangents(plan, inputs, own)
     return tuple(torch._C._functorch._wrap_for_grad(t, level) for t in results)
@@ -129,7 +134,7 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
-    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot tell
+    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot know
     # whether a tensor needs a gradient.
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return _run_tangents(plan, x, tangents)
@@ -161,12 +166,12 @@ def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> 
 
 def _run_backward(plan: Plan, dout: Tensor, dlse: Tensor | None, kept: Sequence[Any], watched: bool) -> Gradients:
     """Run the backward pass, as `run_forward` does; return five gradients, None for each that is not needed."""
-    backend, run, saved = plan.backward, plan.run_backward, plan.parts.saved(*kept)
+    backend, run, saved = plan.backward, plan.run_backward, plan.saved_layout.saved(*kept)
     assert backend is not None
     if run is None or watched or profiler._is_profiler_enabled:
         return operators.backward(plan.problem, backend.name, saved, dout, dlse)
     if not plan.lies_as_planned(saved):
-        problem, saved = laid_anew(plan.problem, saved)
+        problem, saved = with_strides(plan.problem, saved)
         run = backward_pass(backend, problem)
     gradients = run(saved, dout, dlse)
     return gradients if len(gradients) == 5 else (*gradients, None)
@@ -198,12 +203,15 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
 
 
 def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
-    """Return the five gradients that autograd asks for: inside of jvp tensors did not tell that they need them."""
+    """Return the five gradients that autograd asks for.
+
+    Inside of jvp `requires_grad` is False for inputs that do need a gradient, so the plan does not know of them.
+    """
     plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + NUM_INPUTS])
     if not any(needs_grad) or (dout is None and dlse is None):
         return None, None, None, None, None
     if needs_grad != plan.problem.needs_grad:
-        plan = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
+        plan = _replan(plan, plan.problem._replace(needs_grad=needs_grad))
     return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
 
 
@@ -229,8 +237,9 @@ class Attention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None
 
 
-# `Attention.apply` without its search for transforms, which `attend` has ruled out: that search is as slow as an
-# allocation. A tensor that has outlived a transform stays wrapped, and torch records the tensor inside.
+# `Attention.apply` as C++ defines it. The Python method in front of it looks for transforms of `torch.func`, which
+# takes as long as an allocation; `attend` has ruled out transforms. It also unwraps tensors that have outlived a
+# transform, which `_unwrapped` does here.
 _record = super(torch.autograd.Function, Attention).apply
 _unwrapped = torch._C._functorch.unwrap_if_dead
 
@@ -238,19 +247,19 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 class TransformedAttention(torch.autograd.Function):
     """Compute (out, lse) under transforms of `torch.func` and compilers, which need every tensor as an input.
 
-    Its arguments after the plan are those of `Parts.inputs`.
+    Its arguments after the plan are those of `SavedLayout.inputs`.
     """
 
     @staticmethod
     def forward(plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
         record(plan)
-        return run_forward(plan, plan.parts.inputs(*inputs))
+        return run_forward(plan, plan.saved_layout.inputs(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         plan, *tensors = inputs
         ctx.num_others = len(tensors) - NUM_INPUTS
-        _keep(ctx, plan, plan.parts.inputs(*tensors), *output)
+        _keep(ctx, plan, plan.saved_layout.inputs(*tensors), *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -264,13 +273,13 @@ class TransformedAttention(torch.autograd.Function):
         (q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         if dims[4] is not None or _runs_one_by_one(plan):
             return stacked([_attend_alone(plan, *each) for each in each_call(info.batch_size, dims, tensors)])
-        # The inputs tell which gradients will be needed; all calls share the sink.
+        # The inputs show which gradients will be needed; all calls share the sink.
         needs_grad, mapped = Inputs(q, k, v, bias=bias, sink=sink).needs_grad, (q, k, v, bias)
         call = MappedCall(
             info.batch_size, dims[:4], dims[5:], plan.problem, mapped, others, needs_grad, _reads_repeats(plan)
         )
-        anew = _chosen_anew(plan, call.problem)
-        out, lse = attend(anew, anew.parts.inputs(*call.inputs, sink, *call.mask))
+        replanned = _replan(plan, call.problem)
+        out, lse = attend(replanned, replanned.saved_layout.inputs(*call.inputs, sink, *call.mask))
         return (call.split(out), call.split(lse)), (0, 0)
 
 
@@ -289,7 +298,7 @@ class DualAttention(TransformedAttention):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        x, _ = _take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
+        x, _ = _take_apart(ctx.plan.saved_layout.inputs(*ctx.saved_tensors[2:]))
         return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:NUM_INPUTS]))[2:]
 
 
@@ -340,15 +349,15 @@ class TangentAttention(torch.autograd.Function):
         each = []
         for own in each_call(info.batch_size, in_dims[1:], tensors):
             x, tangents = _apart(plan, own)
-            anew = _chosen_anew(plan, plan.problem._replace(needs_grad=x.needs_grad))
-            each.append(_attend_with_tangents(anew, x, tangents))
+            replanned = _replan(plan, plan.problem._replace(needs_grad=x.needs_grad))
+            each.append(_attend_with_tangents(replanned, x, tangents))
         return stacked(each)
 
 
 def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:
     """Read the arguments of `TangentAttention` after the plan."""
     inputs, tangents, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS : 2 * NUM_INPUTS], tensors[2 * NUM_INPUTS :]
-    return plan.parts.inputs(*inputs, *others), Tangents(*tangents)
+    return plan.saved_layout.inputs(*inputs, *others), Tangents(*tangents)
 
 
 def _take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
@@ -363,7 +372,7 @@ def _run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ..
     problem = plan.problem
     backend = select_tangents(problem, plan.forward)
     report_last_resort(plan, FORWARD_MODE, backend, plan.forward)
-    record(plan._replace(forward=backend))
+    record(replace(plan, forward=backend))
     is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
     if is_shown or is_watched(*x[:3], *tangents):
         return operators.tangents(problem, backend.name, x, tangents)
@@ -385,7 +394,7 @@ class TangentGradients(torch.autograd.Function):
                 "ask for one after the other, or take torch.func.hessian, or torch.func.vmap of torch.func.vjp"
             )
         sent, lse, own = Cotangents(*tensors[:4]), tensors[4], Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
-        x = plan.parts.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
+        x = plan.saved_layout.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
         problem = plan.problem
         backend = select_tangent_gradients(problem, select_tangents(problem, plan.forward), plan.requested)
         report_last_resort(plan, TANGENT_GRADIENT, backend, plan.forward)
@@ -446,12 +455,12 @@ class AttentionBackward(torch.autograd.Function):
         repeats = _reads_repeats(plan)
         call = MappedCall(info.batch_size, *where, plan.problem, mapped, others, needs_grad, repeats, is_backward=True)
         if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
-            anew = plan._replace(problem=call.problem, run_forward=None, run_backward=None)
+            replanned = replace(plan, problem=call.problem, run_forward=None, run_backward=None)
         else:
-            anew = _chosen_anew(plan, call.problem)
+            replanned = _replan(plan, call.problem)
         dout, out, lse = (call.fold(x, dim) for x, dim in zip((dout, out, lse), (dims[0], *dims[2:4]), strict=True))
         dlse = None if dlse is None else call.fold(dlse, dims[1])
-        *gradients, _ = differentiate(anew, dout, dlse, out, lse, *call.inputs, sink, *call.mask)
+        *gradients, _ = differentiate(replanned, dout, dlse, out, lse, *call.inputs, sink, *call.mask)
         split = (call.split, call.split, call.split, call.split_bias)
         results = (*(None if x is None else back(x) for x, back in zip(gradients, split, strict=True)), None)
         return results, tuple(None if x is None else 0 for x in results)
@@ -480,7 +489,7 @@ class AttentionBackward(torch.autograd.Function):
             rest = iter(tensors)
             arguments: list[Any] = [None if x is None else next(rest) for x in inputs]
             dout, dlse, *own = arguments
-            x = plan.parts.inputs(*own, *others).in_rows(arrival)
+            x = plan.saved_layout.inputs(*own, *others).in_rows(arrival)
             gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
             return tuple(g for g, needed in pairs if needed and g is not None)
@@ -516,13 +525,13 @@ class DualAttentionBackward(AttentionBackward):
 
 def _runs_one_by_one(plan: Plan) -> bool:
     """Return whether mapped calls cannot be folded into one: sequences and dropout number the entries of each call."""
-    return plan.parts.has_dropout or plan.parts.num_sequence_tensors > 0
+    return plan.saved_layout.has_dropout or plan.saved_layout.num_sequence_tensors > 0
 
 
 def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one mapped call; its own inputs tell which gradients it needs."""
-    inputs = plan.parts.inputs(*tensors)
-    return attend(_chosen_anew(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
+    """Return (out, lse) of one mapped call; its own inputs show which gradients it needs."""
+    inputs = plan.saved_layout.inputs(*tensors)
+    return attend(_replan(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
 
 
 def _reads_repeats(plan: Plan) -> bool:
@@ -531,47 +540,56 @@ def _reads_repeats(plan: Plan) -> bool:
     return choice_in_force(plan.requested) == "auto" or all(x is None or x.repeats_entries for x in backends)
 
 
-def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
+def _replan(plan: Plan, problem: AttentionProblem) -> Plan:
     """Choose backends for a call that a transform has changed; its mask keeps the form that it has."""
     forward, backward = select_pair(problem, plan.requested)
-    anew = plan._replace(
-        described=problem, problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None
+    replanned = replace(
+        plan,
+        described=problem,
+        problem=problem,
+        forward=forward,
+        backward=backward,
+        run_forward=None,
+        run_backward=None,
     )
-    return paired_for_tangents(anew) if forward.is_differentiable else anew
+    return paired_for_tangents(replanned) if forward.is_differentiable else replanned
 
 
 def paired_for_tangents(plan: Plan) -> Plan:
-    """Return the plan for a call of a backend through which autograd goes in reverse mode only, in forward mode."""
+    """Return the plan for forward mode; a backend that PyTorch differentiates in reverse mode only is replaced."""
     problem = plan.problem
     forward = select_tangents(problem, plan.forward)
     backward = None
     if any(problem.needs_grad):
         backward = select_backward(problem, forward.name)
-    return plan._replace(
-        forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
+    return replace(
+        plan, forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
     )
+
+
+_read_operator: Any = by_name(operators.FORWARD_SCHEMA)(lambda arguments: arguments)
 
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
-    x = operators.read_inputs(inputs[: operators.NUM_INPUTS])
-    flags = operators.read_flags(x, inputs[operators.NUM_INPUTS : -2])
-    problem = operators.describe_operands(x, flags, x.requires_grad)
+    arguments = _read_operator(*inputs)
+    problem, x = operators.read_call(arguments)
+    problem = problem._replace(needs_grad=x.requires_grad)
     # Nobody knows whether lse will have a gradient.
-    chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
+    chosen = select_backward(problem._replace(return_lse=True), arguments.backward or arguments.backend)
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
     # passes read.
-    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts_of(problem))
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), saved_layout_of(problem))
     _keep(ctx, plan, x, *output)
-    ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
+    # An argument that is a list has a list of gradients.
+    lists = {name: each for name, each in arguments._asdict().items() if isinstance(each, (list, tuple))}
+    ctx.gradients = dict.fromkeys(arguments._fields) | {name: [None] * len(each) for name, each in lists.items()}
 
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
-    dq, dk, dv, dbias, dsink = _gradients(ctx, dout, dlse)
-    mask, sequences = ctx.lists
-    own = (dq, dk, dv, mask, None, dbias, dsink, sequences)
-    return *own, *(None,) * (operators.NUM_INPUTS - len(own) + operators.NUM_FLAGS + 2)
+    own = dict(zip(NeedsGrad._fields, _gradients(ctx, dout, dlse), strict=True))
+    return tuple((ctx.gradients | own).values())
 
 
 torch.library.register_autograd(

@@ -1,6 +1,6 @@
 """Biases in the place of a matrix: one value for each head and distance of a key, or for each entry of lists.
 
-Pass a `Relative`, a `Band` or a `Chosen` as `bias=`. No tensor of queries times keys exists then, in either pass, and
+Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. No tensor of queries times keys exists then, in either pass, and
 the gradient of the values is a sum in fp32, rounded once.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name, is_int
+from .problem import Outside, as_scores, bounded, check_flag, check_floats, check_tensor, is_int
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .masks import PreparedMask
     from .masks.prepared.storage import ListMask
 
-__all__ = ["Band", "Chosen", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
+__all__ = ["Band", "ListBias", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
 
 _OUTSIDE = ("error", "clamp", "zero")
 _FLOAT = "a floating-point torch.Tensor"  # for messages
@@ -34,7 +34,7 @@ _NO_SUM = "a bias by distance is no tensor; to add to it, make one: bias.dense(s
 class Relative(NamedTuple):
     """A bias with one value for each head and distance.
 
-    Equivalent PyTorch, with distance 0 where the last query stands at the last key, as everywhere in `attention`::
+    Equivalent PyTorch, with distance 0 between the last query and the last key, as everywhere in `attention`::
 
         distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
         bias = values[..., zero + distance]                                  # (Hv, Lq, Lk) or (Bv, Hv, Lq, Lk)
@@ -42,7 +42,7 @@ class Relative(NamedTuple):
     Attributes:
         values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;
             batch dims are 1 or full. -inf masks. The gradient has its shape and dtype.
-        zero: the index of distance 0; any integer, also one beyond the values.
+        zero: the index of distance 0; any integer, also one outside of the values.
         outside: what distances get that have no value. "error" refuses a call that has such distances, except where
             causality or a window hides them; "clamp" gives them the first or the last value; "zero" gives them 0.
 
@@ -110,7 +110,7 @@ class Band(NamedTuple):
         raise TypeError(_NO_SUM)
 
 
-class Chosen(NamedTuple):
+class ListBias(NamedTuple):
     """A bias with one value for each entry of a mask of lists; pairs that no entry chose have none.
 
     Equivalent PyTorch, for single keys, and lists that have each key once::
@@ -126,7 +126,7 @@ class Chosen(NamedTuple):
             dtype, any strides. Entries are in the order of the index that made the lists. H is 1, the heads of k or the
             heads of q; batch dims are 1 or full.
         bias: an ordinary bias, a tensor, which is added to the values in fp32. With blocks of keys it needs to have one
-            value per query; beside sequences it needs to be None.
+            value per query; with sequences it needs to be None.
 
     Example:
         >>> import torch
@@ -135,7 +135,7 @@ class Chosen(NamedTuple):
         >>> q = k = v = torch.randn(1, 4, 1, 8)
         >>> lists = PreparedMask.from_lists(torch.tensor([[0, -1], [1, 0], [0, 2], [1, 3]]), seqlen_k=4)
         >>> values = torch.zeros(1, 1, 4, 2, requires_grad=True)
-        >>> attention(q, k, v, lists, biases.Chosen(values)).sum().backward()
+        >>> attention(q, k, v, lists, biases.ListBias(values)).sum().backward()
         >>> values.grad.shape
         torch.Size([1, 1, 4, 2])
     """
@@ -168,7 +168,7 @@ class Chosen(NamedTuple):
         made = dense_bias(as_scores(self.values), slots, lists.block_size[0])
         if self.bias is None:
             return made
-        _check_float("bias.bias", self.bias)
+        check_floats("bias.bias", self.bias)
         bias = as_scores(self.bias)
         batch, heads, *lengths = made.shape
         if (
@@ -188,7 +188,7 @@ class Chosen(NamedTuple):
 
         Raises:
             TypeError: the mask has no lists, or values or the bias are no tensors.
-            ValueError: the bias tells keys of a block apart, has too many dims, or is beside sequences.
+            ValueError: the bias tells keys of a block apart, has too many dims, or is passed with sequences.
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
@@ -198,7 +198,7 @@ class Chosen(NamedTuple):
             )
         if self.bias is None:
             return self.values
-        _check_float("bias.bias", self.bias)
+        check_floats("bias.bias", self.bias)
         if lists.sequences is not None:
             raise ValueError(
                 "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
@@ -239,7 +239,7 @@ class Chosen(NamedTuple):
     def _has_batch_dims(self, lists: ListMask) -> bool:
         return max(x.dim() for x in self if isinstance(x, Tensor)) > 4 or lists.leading is not None
 
-    def _fold(self, lists: ListMask) -> tuple[Chosen, ListMask, tuple[int, ...]]:
+    def _fold(self, lists: ListMask) -> tuple[ListBias, ListMask, tuple[int, ...]]:
         """Fold the batch dims of values, bias and lists into one; return also these dims."""
         tensors = [x for x in self if isinstance(x, Tensor)]
         shapes = [*(tuple(x.shape[:-3]) for x in tensors), lists.batch_dims]
@@ -251,34 +251,34 @@ class Chosen(NamedTuple):
                 f"bias.values has batch dims {shapes[0]}{beside} and the lists {shapes[-1]}; each needs to be 1 or the "
                 "same"
             ) from None
-        one = Chosen(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
+        one = ListBias(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
         return one, replace(lists.expand_batch(dims), leading=None), dims
 
 
 def _sum(values: Tensor, bias: Tensor) -> Tensor:
-    """Add two tensors of four dims, with the heads of either, in fp32 at least: 16 bits would round the sum."""
+    """Add two tensors of 4 dims, with the heads of either, in fp32 at least: 16 bits would round the sum."""
     heads = max(values.shape[1], bias.shape[1])
     dtype = torch.promote_types(torch.promote_types(values.dtype, bias.dtype), torch.float32)
     return repeat_heads(values, heads).to(dtype) + repeat_heads(bias, heads)
 
 
 def lists_beside(mask: Any) -> ListMask:
-    """Return the mask of a call with a `Chosen`; refuse one without lists."""
+    """Return the mask of a call with a `ListBias`; refuse one without lists."""
     if getattr(mask, "form", None) != "lists":
         has = "None" if mask is None else f"a {type(mask).__name__}"
         raise TypeError(
-            f"mask is {has} and bias is a Chosen, of values for entries of lists; mask needs to be a PreparedMask of "
+            f"mask is {has} and bias is a ListBias, of values for entries of lists; mask needs to be a PreparedMask of "
             "from_lists or from_topk_lists"
         )
     lists: ListMask = mask
     return lists
 
 
-Bias = Tensor | Relative | Band | Chosen
+Bias = Tensor | Relative | Band | ListBias
 
 
 class ByDistance(NamedTuple):
-    """The numbers of a bias by distance, beside its tensor."""
+    """The numbers of a bias by distance, which come with its tensor."""
 
     zero: int
     outside: Outside
@@ -286,7 +286,7 @@ class ByDistance(NamedTuple):
 
 
 def split(bias: Any) -> tuple[Any, ByDistance | None]:
-    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return others as is."""
+    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return a tensor as is."""
     if not isinstance(bias, (Relative, Band)):
         return bias, None
     is_band = isinstance(bias, Band)
@@ -308,24 +308,18 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     return values if is_band else values.unsqueeze(-2), ByDistance(bounded(zero), outside, is_band)
 
 
-def _check_float(name: str, x: object) -> None:
-    check_tensor(name, x, _FLOAT)
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs to be {_FLOAT}")
-
-
 def _broadcast(*sizes: int, divides: bool = False) -> bool:
     """Return whether sizes are 1 or the same; with `divides` also if they divide the largest, as heads of k do."""
     most = max(sizes)
     return all(x in (1, most) or (divides and x > 0 and most % x == 0) for x in sizes)
 
 
-def refuse_by_distance(bias: object, where: str) -> None:
+def require_dense_bias(bias: object, where: str) -> None:
     """Refuse a bias by distance, or for lists, in calls that do not serve it, and name the tensor to pass."""
-    if isinstance(bias, (Relative, Band, Chosen)):
+    if isinstance(bias, (Relative, Band, ListBias)):
         raise TypeError(
             f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
-            f"bias.dense({'mask' if isinstance(bias, Chosen) else 'seqlen_q, seqlen_k'})"
+            f"bias.dense({'mask' if isinstance(bias, ListBias) else 'seqlen_q, seqlen_k'})"
         )
 
 
@@ -365,7 +359,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
 
     Raises:
         TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
-        ValueError: `weight` has another shape, too few buckets, or an odd number beside `is_bidirectional`, or
+        ValueError: `weight` has another shape, too few buckets, or an odd number with `is_bidirectional`, or
             `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
@@ -375,7 +369,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         >>> t5(weight).values.shape
         torch.Size([4, 257])
     """
-    _check_float("weight", weight)
+    check_floats("weight", weight)
     least = 4 if is_bidirectional else 2
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
@@ -429,7 +423,7 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relativ
         >>> alibi(torch.tensor([0.5]), 2, 3).values
         tensor([[-1.0000, -0.5000, -0.0000, -0.5000]])
     """
-    _check_float("slopes", slopes)
+    check_floats("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; it needs (heads,)")
     integer("seqlen_q", seqlen_q)
@@ -450,7 +444,7 @@ def from_function(
     Args:
         function: gets the distances in fp32, (n,), ascending; returns the values, (H, n) or (n,).
         low, high: the least and the greatest distance; at least `1 - seqlen_k` to `seqlen_q - 1` of a call, unless
-            `outside` says otherwise.
+            `outside` is another one.
         device: of the distances.
         outside: see `Relative`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, Chosen, split
+from .biases import Bias, ListBias, split
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, blocks, process
@@ -21,14 +22,14 @@ from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback, without_order
 from .gradients import narrow
-from .problem import Arrival, Numbers, as_scores, fold_call
+from .problem import Arrival, RawFlags, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
-from .sequences.layout import lay_out
+from .sequences.layout import check_and_lay_out
 from .sequences.padding import Jagged
-from .validation import Call, describe, follow_autocast, follows_warn_only, refuse_dtensors
+from .validation import PreparedCall, describe, follow_autocast, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
     from .validation import Mask
@@ -46,17 +47,17 @@ def prepare_call(
     bias: Bias | None,
     sink: Tensor | None,
     sequences: Sequences | None,
-    numbers: Numbers,
+    raw_flags: RawFlags,
     heads_first: bool = False,
-) -> Call:
+) -> PreparedCall:
     """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D)."""
     by_distance = jagged = leading = repeats = spec = where = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
-    is_chosen = False
-    if isinstance(bias, Chosen):
-        values, is_chosen = bias.with_bias(mask), True
+    is_list_bias = False
+    if isinstance(bias, ListBias):
+        values, is_list_bias = bias.with_bias(mask), True
     elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
     if sequences is None and isinstance(q, Tensor):
@@ -65,27 +66,32 @@ def prepare_call(
             q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
         elif q.dim() > 4:
             has_rows = None if by_distance is None else by_distance.has_rows
-            q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_chosen)
+            q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
     if sequences is not None:
-        spec, where = lay_out(sequences, q, k, v, mask)
+        spec, where = check_and_lay_out(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
     q, k, v = follow_autocast(q, k, v)
     if is_transform_traced():
-        # Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
+        # For Dynamo the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
         views: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in (q, k, v, values, sink)]
         q, k, v, values, sink = views
     if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
         # The views are steps of the graph then, which compilers and transforms see.
         q, k, v, arrival = in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), "rows"
-    rest = (spec, where, jagged, copies, by_distance, is_chosen)
-    return Call(q, k, v, mask, values, sink, numbers, arrival, repeats, leading, *rest)
+    # In the order of the fields: names would cost every call half a microsecond.
+    # fmt: off
+    return PreparedCall(
+        q, k, v, mask, values, sink, raw_flags, arrival, repeats, leading,
+        spec, where, jagged, copies, by_distance, is_list_bias,
+    )
+    # fmt: on
 
 
-def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
+def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     """Return (out, lse), and probabilities if the call asks for them, in the shapes that `attention` documents."""
     follow_checkpoints()
-    around = blocks.now
-    plan, mask, bias = _plan_for(call, backend, around)
+    active_blocks = blocks.now
+    plan, mask, bias = _plan_for(call, backend, active_blocks)
     problem = plan.described
     if plan.falls_back:
         report_fallback(problem)
@@ -94,12 +100,12 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
         plan = paired_for_tangents(plan)
     # Where torch transforms a call, another one may run, on other backends: `autograd` records the watched calls.
     is_final = plan.is_differentiable or (plan.run_forward is not None and not is_forward_mode)
-    if is_final and around.records is not None:
+    if is_final and active_blocks.records is not None:
         record(plan)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
-    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler sees the operators that pack
+    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler shows the operators that pack
         view = plan.view(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
@@ -118,9 +124,9 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     return results if call.jagged is None else call.jagged.wrap(results)
 
 
-def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan, Mask, Tensor | None]:
-    """Return the plan of a call inside of these blocks, and its mask and bias as 4-D views."""
-    key = _key(call, backend, around)
+def _plan_for(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks) -> tuple[Plan, Mask, Tensor | None]:
+    """Return the plan of a call with the settings of the active `with` blocks, and its mask and bias as 4-D views."""
+    key = _key(call, backend, active_blocks)
     try:
         plan = None if key is None else plans.get(key)
     except TypeError:  # the key has no hash, because a list was passed for a number or a name
@@ -140,60 +146,68 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
     is_plain = key is not None and type(problem.seqlen_q) is int
     is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
     plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
-    if around.fallback is not None:
-        plan = plan._replace(fallback=around.fallback)
+    if active_blocks.fallback is not None:
+        plan = replace(plan, fallback=active_blocks.fallback)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias
 
 
-def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] | None:
+def _key(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks) -> tuple[Any, ...] | None:
     """Return everything that decides a plan, or None if the plan of this call must not be reused.
 
     It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
-    strides, so that validation names the error.
+    strides: the error of validation names the argument, which is clearer than an AttributeError here.
     """
-    q, k, v, mask, bias, sink, numbers, arrival, repeats, leading, spec, *_ = call
+    q, k, v, mask, bias, sink, flags, *_ = call
     if q is None or k is None or v is None:  # a caller without type hints
         return None  # type: ignore[unreachable]
-    is_prepared = not (mask is None or isinstance(mask, Tensor))
+    is_prepared = mask is not None and not isinstance(mask, Tensor)
+    # An argument that is no mask goes on as it is, for validation to refuse.
     if is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,))):
         return None
-    window: Any = numbers.window_size
+    window: Any = flags.window_size
     if window is not None and type(window) is not tuple:
         if type(window) is not list:
             return None
         window = tuple(window)
-        numbers = numbers._replace(window_size=window)
+        flags = flags._replace(window_size=window)
     try:
         return (
             tensor_key(q),
             tensor_key(k),
             tensor_key(v),
-            None if mask is None else mask.call_key if is_prepared else tensor_key(mask),  # type: ignore[union-attr, arg-type]
+            _mask_key(mask),
             None if bias is None else tensor_key(bias),
             None if sink is None else tensor_key(sink),
-            numbers,
-            tuple(map(type, numbers if window is None else (*numbers, *window))),  # True == 1 == 1.0
-            arrival,
-            repeats,
-            leading,
-            spec,
+            flags,
+            tuple(map(type, flags if window is None else (*flags, *window))),  # True == 1 == 1.0
+            call.arrival,
+            call.repeats,
+            call.leading,
+            call.spec,
             call.by_distance,
-            call.is_chosen,
+            call.is_list_bias,
             torch.is_grad_enabled(),
             torch.get_deterministic_debug_mode(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.
             backend,
-            around.backend,
-            around.disabled,
-            around.fallback,
+            active_blocks.backend,
+            active_blocks.disabled,
+            active_blocks.fallback,
             process.default_backend,
             process.disabled,
             BACKENDS.version,
         )
     except RuntimeError:  # a sparse or a nested tensor has no strides
         return None
+
+
+def _mask_key(mask: Mask) -> object:
+    """Return the properties of a mask that distinguish classes of calls."""
+    if mask is None or isinstance(mask, Tensor):
+        return None if mask is None else tensor_key(mask)
+    return mask._call_key
 
 
 def tensor_key(x: Tensor) -> tuple[Any, ...]:

@@ -1,16 +1,19 @@
-"""Turns functions into operators of torch, one node of a graph for each call, and tells which calls need them."""
+"""Turns functions into operators of torch, one node of a graph for each call, and detects which calls need them."""
 
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import profiler
+
+T = TypeVar("T")
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
@@ -25,12 +28,24 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     return operator
 
 
+def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
+    """Return a wrapper for functions that read the arguments of a schema by name, as attributes of one object."""
+    arguments = torch._C.parse_schema(f"flash_dmattn::operator{schema}").arguments
+    read: Any = namedtuple("Arguments", [each.name for each in arguments])  # type: ignore[misc]
+
+    def wrap(function: Callable[[Any], T]) -> Callable[..., T]:
+        # The counter of FLOP passes the results of an operator, too, as `out_val`.
+        return lambda *arguments, out_val=None: function(read(*arguments))
+
+    return wrap
+
+
 def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the operator if the call is watched, and otherwise its implementation directly.
 
-    It suits operators without gradients whose other tensors derive from the first one, because it only looks at the
-    first. Under a profiler it calls the operator, so that the operator is shown; on meta tensors it does so to run the
-    fake.
+    Use it only for operators without gradients, and only if all tensors that they get are of the same kind as the first
+    (subclass, transform, compiler), because only the first is looked at. Under a profiler it calls the operator, so
+    that the operator is shown; on meta tensors it does so to run the fake.
     """
 
     def run(tensor: Tensor, *others: object) -> Any:
@@ -138,8 +153,9 @@ def one_by_one(
 ) -> tuple[Tensor | None, ...]:
     """Call a function for each dout and dlse of a batch of gradients, and batch its five results.
 
-    torch loops over the batch for every operator that takes and returns single tensors, on any device and thread. So
-    the function runs inside such an operator, which finds it in `_calls` by its number.
+    torch has no rule for such a batch but this one: it loops over the batch for an operator that takes and returns
+    single tensors, on any device and thread. So the function runs inside an operator. An operator cannot take a
+    function, so it takes a number, under which the function is in `_calls`.
     """
     latest: list[tuple[Tensor | None, ...]] = []
 
@@ -208,7 +224,7 @@ def is_dtensor(x: object) -> bool:
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
-def above() -> Any:
+def dtensor_module() -> Any:
     """Return `distributed.dtensor`, a layer above `attention`, to which calls with DTensors go."""
     return _load()
 

@@ -17,7 +17,7 @@ from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .biases import Band, Bias, ByDistance, Relative
 from .call import prepare_call
-from .definition import above, is_dtensor
+from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
@@ -34,7 +34,7 @@ from .dispatch.selection import (
     selected_names,
     without_order,
 )
-from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, arguments_like, unpacked_spec
+from .problem import AttentionProblem, MaskForm, NeedsGrad, RawFlags, SequenceSpec, arguments_like, unpacked_spec
 from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Verdict:
 
     Attributes:
         backend: its name.
-        forward, backward: whether it serves each pass; None where nothing needs a gradient.
+        forward, backward: whether it accepts each pass; None where nothing needs a gradient.
         reasons: every reason why not.
-        preferences: why "auto" passes it over in the passes that it serves.
+        preferences: why "auto" passes it over in the passes that it accepts.
         notes: what it would do with this call.
     """
 
@@ -82,15 +82,15 @@ class Explanation:
 
     Attributes:
         problem: the call.
-        requested: the backend asked for, after settings were applied.
+        requested: the requested backend, after settings were applied.
         forward: the chosen backend of the forward pass; None where the call would raise.
         backward: the chosen backend of the backward pass; None where nothing needs a gradient.
         error: the message of the error that the call would raise, or None.
         verdicts: one per backend, in order of preference.
-        profile: what a profile of `python -m flash_dmattn calibrate` had to say, or why none did; None where the
+        profile: what a profile of `python -m flash_dmattn calibrate` decided, or why none did; None where the
             built-in rules decide.
         copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
-            line says how a mask of two dims is read where it could be padding, too.
+            line tells how a mask of two dims is read where it could be padding, too.
         tangents: the backend of the call in forward mode (`torch.func.jvp`), which computes out with its tangent; None
             where that would raise.
     """
@@ -132,7 +132,7 @@ class Explanation:
     def to_text(self, width: int | None = None) -> str:
         """Return what is printed; reasons that would end past a width continue on the next line.
 
-        Where a backend does not run on the call's device, the table has that reason alone; `verdicts` has all.
+        Where a backend does not run on the call's device, the table has only that reason; `verdicts` has all.
         """
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
@@ -151,7 +151,7 @@ class Explanation:
 
     @property
     def chosen(self) -> str:
-        """Say in one line what runs."""
+        """Return one line on what runs."""
         if self.error is not None:
             return f"backend={self.requested!r} would raise"
         if self.backward is None:
@@ -182,7 +182,7 @@ class Explanation:
         device = [reason for reason in verdict.reasons if reason.code == "device"]
         why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
-        passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
+        passes = "auto uses it only because no other backend accepts this call" if runs_all else "auto passes it over"
         why += [f"{passes}: {reason}" for reason in verdict.preferences]
         why += verdict.notes
         first, *more = why or [""]
@@ -209,7 +209,7 @@ def explain(
     return_probs: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
-    """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
+    """Explain which backend would run a call with these arguments, and why not another one; computes nothing.
 
     Tensors may be on the device "meta", which takes no memory. DTensors are explained by the call of this rank, whose
     sizes decide there; where ranks share the sequence, `flash_dmattn.distributed.explain_context_parallel` answers.
@@ -217,14 +217,14 @@ def explain(
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
         device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942", in the place of the device of
-            the tensors. Where no GPU of this machine has it, all backends count as installed: what works here says
+            the tensors. Where no GPU of this machine has it, all backends count as installed: what works here shows
             nothing of a machine that has such a GPU.
 
     Returns:
         An `Explanation`: print it, or take its `to_dict()`.
 
     Raises:
-        TypeError, ValueError: the arguments are invalid, as `attention` would say.
+        TypeError, ValueError: the arguments are invalid, as in `attention`.
 
     >>> import torch, flash_dmattn
     >>> x = torch.randn(1, 8, 2, 16)
@@ -245,10 +245,10 @@ def explain(
                 f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
             )
         own = [arguments.pop(name) for name in tensors]
-        explained: Explanation = above().explain(*own, **arguments)
+        explained: Explanation = dtensor_module().explain(*own, **arguments)
         return explained
-    numbers, backend = Numbers(*(arguments.pop(name) for name in Numbers._fields)), arguments.pop("backend")
-    call = prepare_call(**arguments, numbers=numbers)
+    raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
+    call = prepare_call(**arguments, raw_flags=raw_flags)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, _, _ = describe(call)
     copies = call.copies
@@ -308,7 +308,7 @@ def explain_problem(
     sink: bool = False,
     sequences: SequenceSpec | None = None,
     by_distance: ByDistance | None = None,
-    **numbers: Any,
+    **raw_flags: Any,
 ) -> Explanation:
     """Explain a call by its shapes, for the command line and for tables of calls.
 
@@ -321,11 +321,11 @@ def explain_problem(
             (S or 1, n, n), is a tree of n new tokens.
         grad: whether dq, dk and dv, and dsink of a sink, are needed.
         bias_grad: whether dbias is needed.
-        sequences: how they lie. q is 4-D then, (1, Tq, Hq, D) where it is packed, and keys in pages have seqlen_k keys
+        sequences: their layout. q is 4-D then, (1, Tq, Hq, D) where it is packed, and keys in pages have seqlen_k keys
             a page.
         by_distance: the numbers of a bias by distance; `bias` is the shape of its values, (H, n), or (H, Lq, n), with
             batch dims in front.
-        numbers: fields of `Numbers`.
+        raw_flags: fields of `RawFlags`.
 
     Raises:
         TypeError, ValueError: the description is invalid.
@@ -363,7 +363,7 @@ def explain_problem(
         added,
         meta((num_heads,)) if sink else None,
         None,
-        Numbers(**numbers),
+        RawFlags(**raw_flags),
     )
     problem, _, _ = describe(call._replace(spec=sequences))
     needs_grad = NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink)
@@ -393,7 +393,7 @@ def _parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
-    """Explain a described problem; `copies` says which tensors were copied before."""
+    """Explain a described problem; `copies` names tensors that were copied before."""
     requested = choice_in_force(backend)
     forward = backward = error = tangents = None
     try:

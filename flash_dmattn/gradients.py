@@ -59,7 +59,7 @@ def has_pairs(p: AttentionProblem) -> bool:
     return bool(p.batch and p.num_heads and rows)
 
 
-def takes_tokens(p: AttentionProblem, direction: str) -> bool:
+def accepts_packed_layout(p: AttentionProblem, direction: str) -> bool:
     """Return whether a pass on kernels may take tokens (T, H, D) as they are.
 
     A pass without kernels may not, nor a backward pass that sums over rows (B, H, L) in PyTorch: for the gradient of a
@@ -206,7 +206,7 @@ def sequence_query_gradient(
 
 
 def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
-    """Unpack rows (1, H, T) to (S, H, most), by position in their sequence; positions beyond its end get `rest`."""
+    """Unpack rows (1, H, T) to (S, H, most), by position in their sequence; positions past its end get `rest`."""
     place = torch.arange(most, device=x.device)
     rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
     return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)

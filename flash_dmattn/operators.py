@@ -1,15 +1,16 @@
 """The operators of torch, one for each pass, through which watched calls go, whatever the backend.
 
-They are declared with `Library.define` and `impl`, and an `autograd.Function` around them differentiates them, which
-takes less than half the time of `custom_op` and `register_autograd`. Programs of `torch.export` have only the
-operators, so `autograd.py` also registers a derivative. An operator rebuilds the problem of its call, and runs the same
-planned pass.
+They are declared with `Library.define` and `impl`, and an `autograd.Function` around them differentiates them: a call
+takes less than half the time on the host that it takes with `custom_op` and `register_autograd`. Programs of
+`torch.export` have only the operators, so `autograd.py` also registers a derivative. An operator rebuilds the problem
+of its call, and runs the same planned pass.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .backends.mask_choice import tangents_in_rows, through_rows
-from .definition import LIBRARY, define, each_call, map_each, stacked
+from .definition import LIBRARY, by_name, define, each_call, map_each, stacked
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -45,12 +46,15 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
-# `Flags`, one by one. Three numbers stand for the `SequenceSpec`: the tensors tell the rest.
-_FLAGS = (
-    "int left, int right, float softmax_scale, float softcap, bool deterministic, "
-    "SymInt mask_repeat, SymInt bias_repeat, str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, "
-    "SymInt zero, str outside, int block_q, int block_k, SymInt places, bool chosen, "
-    "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k"
+# A `SequenceSpec` is passed as three fields: the rest follows from the tensors.
+_SPEC = {"layout": "dense", "max_seqlen_q": 0, "max_seqlen_k": 0}
+_NUMBERS = Flags._fields[:-1]
+_read_numbers = attrgetter(*_NUMBERS)
+_MAY_BE_SYMBOLS = ("mask_repeat", "bias_repeat", "zero", "list_size", "max_seqlen_q", "max_seqlen_k")
+# `Flags`, field by field, each of the type of its value.
+_FLAGS = ", ".join(
+    f"{'SymInt' if name in _MAY_BE_SYMBOLS else type(value).__name__} {name}"
+    for name, value in {**dict(zip(_NUMBERS, Flags(-1, -1, 1.0, 0.0, False))), **_SPEC}.items()
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
@@ -68,38 +72,44 @@ TANGENT_GRADIENTS_SCHEMA = (
     f"(Tensor? dout, Tensor? dlse, Tensor? dtout, Tensor? dtlse, {_TANGENTS}, {_INPUTS}, Tensor lse, {_FLAGS}, "
     "str backend, bool[10] needs_grad) -> Tensor[]"
 )
-NUM_INPUTS, NUM_FLAGS = 9, len(Flags._fields) + 2
 
 
 def _flat(x: Inputs) -> tuple[Any, ...]:
+    """Return `_INPUTS`, which an operator takes before its flags."""
     sequences = None if x.sequences is None else list(x.sequences.tensors)
     return x.q, x.k, x.v, list(x.mask.tensors) or None, x.mask.form, x.bias, x.sink, sequences, x.dropout
 
 
-def read_inputs(arguments: Sequence[Any]) -> Inputs:
-    """Read `_INPUTS`, the first arguments of an operator."""
-    q, k, v, mask, form, bias, sink, sequences, dropout = arguments
-    view = SequenceView(*sequences) if sequences else None
-    return Inputs(q, k, v, MaskView(form, tuple(mask or ())), bias, sink, view, dropout)
+def read_inputs(a: Any) -> Inputs:
+    """Return the inputs of a call from the arguments of its operator."""
+    sequences = SequenceView(*a.sequences) if a.sequences else None
+    return Inputs(a.q, a.k, a.v, MaskView(a.mask_form, tuple(a.mask or ())), a.bias, a.sink, sequences, a.dropout)
 
 
 def flat_flags(flags: Flags) -> tuple[Any, ...]:
     """Return `_FLAGS`, which an operator takes behind its tensors."""
     spec = flags.sequences
-    return (*flags[:-1], *(("dense", 0, 0) if spec is None else (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k)))
+    numbers = flags[: len(_NUMBERS)]
+    return (*numbers, *(_SPEC.values() if spec is None else (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k)))
 
 
-def read_flags(x: Inputs, arguments: Sequence[Any]) -> Flags:
-    """Read `_FLAGS`, beside tensors that `read_inputs` returned."""
-    *numbers, layout, max_seqlen_q, max_seqlen_k = arguments
-    if x.sequences is None:
-        return Flags(*numbers)
-    (bounds, table), page_size, rows_k = x.sequences, 0, x.k.shape[1]
-    if table is not None:
-        page_size = x.k.shape[1]
-        rows_k = table.shape[1] * page_size if x.k.shape[0] > 0 else 0
-    sizes = (bounds.shape[0], x.q.shape[1], rows_k, max_seqlen_q, max_seqlen_k)
-    return Flags(*numbers)._replace(sequences=SequenceSpec(layout, *sizes, page_size=page_size))
+def _read_flags(a: Any) -> Flags:
+    """Return the flags of a call from the arguments of its operator."""
+    flags = Flags(*_read_numbers(a))
+    if not a.sequences:
+        return flags
+    (bounds, *tables), page_size, rows_k = a.sequences, 0, a.k.shape[1]
+    if tables:
+        page_size = a.k.shape[1]
+        rows_k = tables[0].shape[1] * page_size if a.k.shape[0] > 0 else 0
+    sizes = (bounds.shape[0], a.q.shape[1], rows_k, a.max_seqlen_q, a.max_seqlen_k)
+    return flags._replace(sequences=SequenceSpec(a.layout, *sizes, page_size=page_size))
+
+
+def read_call(a: Any) -> tuple[AttentionProblem, Inputs]:
+    """Return the problem and the inputs of a call from the arguments of its operator."""
+    x = read_inputs(a)
+    return describe_operands(x, _read_flags(a)), x
 
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -157,62 +167,55 @@ def tangent_gradients(
     return (*as_arrived(gradients[:5], arrival), *as_arrived(gradients[5:], arrival))
 
 
-def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = read_inputs(arguments[:NUM_INPUTS])
-    problem = describe_operands(inputs, read_flags(inputs, arguments[NUM_INPUTS:-2]))
-    out, lse = forward_pass(BACKENDS[arguments[-2]], problem)(inputs)
+def _read_tangents(a: Any) -> Tangents:
+    return Tangents(a.tq, a.tk, a.tv, a.tbias, a.tsink)
+
+
+def _run_forward(a: Any) -> tuple[Tensor, Tensor]:
+    problem, x = read_call(a)
+    out, lse = forward_pass(BACKENDS[a.backend], problem)(x)
     return out, lse
 
 
-def _run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    inputs, (out, lse) = read_inputs(arguments[:NUM_INPUTS]), arguments[NUM_INPUTS : NUM_INPUTS + 2]
-    *flags, backend, needs_grad = arguments[NUM_INPUTS + 2 :]
-    problem = describe_operands(inputs, read_flags(inputs, flags), NeedsGrad(*needs_grad))
-    gradients: Gradients = backward_pass(BACKENDS[backend], problem)(Saved(inputs, out, lse), dout, dlse)
-    return [gradient for gradient in gradients if gradient is not None]
+def _run_backward(a: Any) -> list[Tensor]:
+    problem, x = read_call(a)
+    run = backward_pass(BACKENDS[a.backend], problem._replace(needs_grad=NeedsGrad(*a.needs_grad)))
+    return [gradient for gradient in run(Saved(x, a.out, a.lse), a.dout, a.dlse) if gradient is not None]
 
 
-def _run_tangents(*arguments: Any) -> tuple[Tensor, ...]:
-    own, inputs = Tangents(*arguments[:5]), read_inputs(arguments[5 : 5 + NUM_INPUTS])
-    *flags, backend = arguments[5 + NUM_INPUTS :]
-    return tangents_pass(BACKENDS[backend], describe_operands(inputs, read_flags(inputs, flags)))(inputs, own)
+def _run_tangents(a: Any) -> tuple[Tensor, ...]:
+    problem, x = read_call(a)
+    return tangents_pass(BACKENDS[a.backend], problem)(x, _read_tangents(a))
 
 
-def _run_tangent_gradients(*arguments: Any) -> list[Tensor]:
-    sent, own = Cotangents(*arguments[:4]), Tangents(*arguments[4:9])
-    inputs, lse = read_inputs(arguments[9 : 9 + NUM_INPUTS]), arguments[9 + NUM_INPUTS]
-    *flags, backend, needs_grad = arguments[10 + NUM_INPUTS :]
-    problem, needed = describe_operands(inputs, read_flags(inputs, flags)), tuple(needs_grad)
-    both = tangent_gradients_pass(BACKENDS[backend], problem, needed)(inputs, own, lse, sent)
-    return [x for gradients in both for x in gradients if x is not None]
+def _run_tangent_gradients(a: Any) -> list[Tensor]:
+    problem, x = read_call(a)
+    run = tangent_gradients_pass(BACKENDS[a.backend], problem, tuple(a.needs_grad))
+    both = run(x, _read_tangents(a), a.lse, Cotangents(a.dout, a.dlse, a.dtout, a.dtlse))
+    return [gradient for gradients in both for gradient in gradients if gradient is not None]
 
 
-def _tangents_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    x = read_inputs(arguments[5 : 5 + NUM_INPUTS])
-    wide = BACKENDS[arguments[-1]].widens(x.bias)
-    return (*empty_outputs(x.q, x.v, wide), *empty_outputs(x.q, x.v, wide))
+def _forward_fake(a: Any) -> tuple[Tensor, Tensor]:
+    return empty_outputs(a.q, a.v, BACKENDS[a.backend].widens(a.bias))
 
 
-def _tangent_gradients_fake(*arguments: Any) -> list[Tensor]:
-    x = read_inputs(arguments[9 : 9 + NUM_INPUTS])
-    return empty_gradients((x.q, x.k, x.v, x.bias, x.sink) * 2, arguments[-1])
+def _backward_fake(a: Any) -> list[Tensor]:
+    return empty_gradients((a.q, a.k, a.v, a.bias, a.sink), a.needs_grad)
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    x = read_inputs(arguments[:NUM_INPUTS])
-    return empty_outputs(x.q, x.v, BACKENDS[arguments[-2]].widens(x.bias))
+def _tangents_fake(a: Any) -> tuple[Tensor, ...]:
+    return (*_forward_fake(a), *_forward_fake(a))
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    x = read_inputs(arguments[:NUM_INPUTS])
-    return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])
+def _tangent_gradients_fake(a: Any) -> list[Tensor]:
+    return empty_gradients((a.q, a.k, a.v, a.bias, a.sink) * 2, a.needs_grad)
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Map the operator under `torch.func.vmap` in a graph, where the rules of `autograd.py` do not apply."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in arguments):
-        # Dynamo runs the operator itself below vmap, and the derivative of an operator serves no transform. This error
-        # breaks the graph.
+        # Dynamo runs the operator itself below vmap, and the derivative of an operator is not used by transforms. This
+        # error breaks the graph.
         raise NotImplementedError(
             "torch.compile traces torch.func.grad of vmap of attention, for which it keeps no derivative; "
             'call attention(..., backend="reference"), or transform outside of torch.compile'
@@ -228,9 +231,9 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[
 _formulas: dict[Any, Callable[..., int]] = {}
 
 
-def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
+def _forward_flop(a: Any) -> int:
     """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
-    return forward_flop_of(_pairs(q, k, others[NUM_INPUTS - 3 : -2]), q.shape[3], v.shape[3])
+    return forward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3])
 
 
 def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
@@ -238,16 +241,14 @@ def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
     return pairs * 2 * (head_dim + head_dim_v)
 
 
-def backward_flop(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
-) -> int:
+def _backward_flop(a: Any) -> int:
     """Return the FLOP of the backward operator, for the gradients that are needed.
 
     For each allowed pair and query head: the scores are computed again, 2 D. dq, dk and dbias need dp = dout v^T, 2 Dv.
     Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
     times the forward pass if D is Dv.
     """
-    return backward_flop_of(_pairs(q, k, others[NUM_INPUTS - 1 : -2]), q.shape[3], v.shape[3], others[-1])
+    return backward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
 def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
@@ -259,35 +260,34 @@ def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool
     return pairs * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
 
 
-def tangents_flop(*arguments: Any, out_val: object = None) -> int:
+def _tangents_flop(a: Any) -> int:
     """Return the FLOP of the forward operator in forward mode: up to six products in the place of two.
 
     For each allowed pair and query head: 2 D + 2 Dv for out, 2 D each for tq k^T and q tk^T, 2 Dv for p tv, and 2 Dv
     for (p ts) v where scores have tangents.
     """
-    tq, tk, tv, tbias, tsink, q, k, v = arguments[:8]
-    dim, dim_v = q.shape[3], v.shape[3]
-    moves_scores = any(x is not None for x in (tq, tk, tbias, tsink))
-    products = dim * (1 + (tq is not None) + (tk is not None)) + dim_v * (1 + (tv is not None) + moves_scores)
-    return _pairs(q, k, arguments[5 + NUM_INPUTS : -1]) * 2 * products
+    tangents = _read_tangents(a)
+    moves_scores = any(x is not None for x in (tangents.q, tangents.k, tangents.bias, tangents.sink))
+    products = a.q.shape[3] * (1 + (a.tq is not None) + (a.tk is not None))
+    products += a.v.shape[3] * (1 + (a.tv is not None) + moves_scores)
+    return _pairs(a) * 2 * products
 
 
-def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
+def _tangent_gradients_flop(a: Any) -> int:
     """Return the FLOP of the gradients in forward mode, each product that the formula names counted once."""
-    dout, _, dtout, _, tq, tk, tv, _, _, q, k, v = arguments[:12]
-    needs_grad = arguments[-1]
-    need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = needs_grad
-    sent, has_tq, has_tk = (dout is not None) + (dtout is not None), tq is not None, tk is not None
+    need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = a.needs_grad
+    sent, has_tq, has_tk = (a.dout is not None) + (a.dtout is not None), a.tq is not None, a.tk is not None
     scores = 1 + has_tq + has_tk + need_q * (1 + has_tk) + need_k * (1 + has_tq) + need_tq + need_tk
-    values = sent * (1 + need_v) + (dtout is not None) * ((tv is not None) + need_tv)
-    return _pairs(q, k, arguments[10 + NUM_INPUTS : -2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
+    values = sent * (1 + need_v) + (a.dtout is not None) * ((a.tv is not None) + need_tv)
+    return _pairs(a) * 2 * (a.q.shape[3] * scores + a.v.shape[3] * values)
 
 
-def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
-    (batch, seqlen_q, num_heads, _), (left, right, *_, layout, _, max_seqlen_k) = q.shape, numbers
-    if layout != "dense":
-        return batch * seqlen_q * num_heads * max_seqlen_k
-    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], (left, right))
+def _pairs(a: Any) -> int:
+    """Count the pairs of a query and a key that a call allows, over all query heads."""
+    batch, seqlen_q, num_heads, _ = a.q.shape
+    if a.layout != "dense":
+        return batch * seqlen_q * num_heads * a.max_seqlen_k
+    return batch * num_heads * allowed_pairs(seqlen_q, a.k.shape[1], (a.left, a.right))
 
 
 def register(operator: Any, formula: Callable[..., int]) -> Callable[..., Any]:
@@ -322,16 +322,27 @@ def _tell_counters() -> None:
             own[packet] = counter.flop_registry[packet]
 
 
-_forward_operator = register(define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake), forward_flop)
-_backward_operator = register(
-    define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake), backward_flop
+def define_counted(
+    name: str, schema: str, run: Callable[[Any], Any], fake: Callable[[Any], Any], flop: Callable[[Any], int]
+) -> Callable[..., Any]:
+    """Define an operator with a formula of its FLOP; all three functions read its arguments by name."""
+    wrap = by_name(schema)
+    return register(define(name, schema, wrap(run), wrap(fake)), wrap(flop))
+
+
+_forward_operator = define_counted("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake, _forward_flop)
+_backward_operator = define_counted(
+    "attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake, _backward_flop
 )
-_tangents_operator = register(
-    define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake), tangents_flop
+_tangents_operator = define_counted(
+    "attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake, _tangents_flop
 )
-_tangent_gradients_operator = register(
-    define("attention_tangent_gradients", TANGENT_GRADIENTS_SCHEMA, _run_tangent_gradients, _tangent_gradients_fake),
-    tangent_gradients_flop,
+_tangent_gradients_operator = define_counted(
+    "attention_tangent_gradients",
+    TANGENT_GRADIENTS_SCHEMA,
+    _run_tangent_gradients,
+    _tangent_gradients_fake,
+    _tangent_gradients_flop,
 )
 torch.library.register_vmap("flash_dmattn::attention_forward", _map_forward, lib=LIBRARY)
 map_each("attention_backward", _backward_operator)  # as jacrev does in a graph

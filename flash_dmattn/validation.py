@@ -17,8 +17,8 @@ from .problem import (
     Flags,
     MaskForm,
     NeedsGrad,
-    Numbers,
     Packing,
+    RawFlags,
     Repeats,
     SequenceSpec,
     SequenceView,
@@ -26,6 +26,8 @@ from .problem import (
     as_scores,
     causal_window,
     check_broadcast,
+    check_device,
+    check_dtype,
     check_flag,
     check_number,
     check_scores,
@@ -50,13 +52,13 @@ if TYPE_CHECKING:
     Mask = Tensor | PreparedMask | None
 
 
-# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
+# Once: torch.is_autocast_enabled raises for a device type that has no autocast.
 AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v to the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
-    # On the path of every call: torch spells the device's name anew each time that it is asked for.
+    # On the path of every call: torch spells the device's name anew each time.
     kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -103,28 +105,24 @@ class _Sizes(NamedTuple):
     is_folded: bool
     sequences: SequenceSpec | None
 
-    def check_device(self, name: str, own: torch.device) -> None:
-        if own != self.device:
-            raise ValueError(f"{name} is on {own}; it needs to be on the device of q, {self.device}")
-
     def check_broadcast(self, name: str, shape: Sequence[int]) -> None:
         if not self.is_folded:  # folding has checked the shape that the caller passed
             check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """The arguments of a call in one form, as `call.prepare_call` brings them into it.
 
     Attributes:
-        q, k, v: in the dtype of autocast, as `arrival` says.
+        q, k, v: in the dtype of autocast, in the layout `arrival`.
         mask, bias, sink: as the caller passed them, with leading dims folded.
-        numbers: see `Numbers`.
+        raw_flags: see `RawFlags`.
         repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
         spec, sequences: the layout of the sequences, and the tensors that locate them.
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
         by_distance: the numbers of a bias by distance, whose values are `bias`.
-        is_chosen: whether `bias` has the values of a `Chosen`.
+        is_list_bias: whether `bias` has the values of a `ListBias`.
     """
 
     q: Tensor
@@ -133,7 +131,7 @@ class Call(NamedTuple):
     mask: Mask
     bias: Tensor | None
     sink: Tensor | None
-    numbers: Numbers
+    raw_flags: RawFlags
     arrival: Arrival = "rows"
     repeats: Repeats | None = None
     leading: tuple[int, ...] | None = None
@@ -142,19 +140,19 @@ class Call(NamedTuple):
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
     by_distance: ByDistance | None = None
-    is_chosen: bool = False
+    is_list_bias: bool = False
 
 
-def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
+def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is."""
-    q, k, v, mask, bias, sink, numbers, arrival, repeats, _, sequences, *_ = call
-    by_distance, is_chosen = call.by_distance, call.is_chosen
+    q, k, v, mask, bias, sink, raw_flags, arrival, repeats, _, sequences, *_ = call
+    by_distance, is_list_bias = call.by_distance, call.is_list_bias
     if arrival != "rows":
         q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
-    is_causal, window = numbers.is_causal, numbers.window_size
+    is_causal, window = raw_flags.is_causal, raw_flags.window_size
     mask_spec = None
     mask_packing = bias_packing = _UNPACKED
     mask_form: MaskForm = "none"
@@ -176,7 +174,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form in ("sequence_tiles", "lists") and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None and (is_chosen or by_distance is not None):
+    if bias is not None and (is_list_bias or by_distance is not None):
         bias, bias_packing = _check_values(bias, mask, by_distance, sizes)
     elif bias is not None:
         _check_float("bias", bias)
@@ -184,28 +182,28 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
     if sink is not None:
         _check_sink(sink, sizes)
 
-    causal, window, scale = check_flag("is_causal", is_causal), check_window(window), numbers.softmax_scale
+    causal, window, scale = check_flag("is_causal", is_causal), check_window(window), raw_flags.softmax_scale
     flags = Flags(
         *causal_window(causal, window),
         int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
-        check_softcap(numbers.softcap, scale),
+        check_softcap(raw_flags.softcap, scale),
         torch.are_deterministic_algorithms_enabled()
-        if numbers.deterministic is None
-        else check_flag("deterministic", numbers.deterministic),
+        if raw_flags.deterministic is None
+        else check_flag("deterministic", raw_flags.deterministic),
         *(repeats or _NO_REPEATS),
         mask_packing=mask_packing,
         bias_packing=bias_packing,
-        dropout_p=check_number("dropout_p", numbers.dropout_p),
+        dropout_p=check_number("dropout_p", raw_flags.dropout_p),
         one_mask_row=one_mask_row,
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
-        chosen=is_chosen,
+        chosen=is_list_bias,
         sequences=sequences,
     )
     if mask_form == "lists":
         lists: Any = mask
         block_q, block_k = lists.block_size
-        flags = replaced(flags, block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
+        flags = replaced(flags, block_q=block_q, block_k=block_k, list_size=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -213,7 +211,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
     needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
-        if numbers.return_probs:
+        if raw_flags.return_probs:
             raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
         if sequences.has_pages and any(needs_grad):
             wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
@@ -222,15 +220,15 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad),
         is_causal=causal,
         window_size=window,
-        return_lse=check_flag("return_lse", numbers.return_lse),
-        return_probs=check_flag("return_probs", numbers.return_probs),
+        return_lse=check_flag("return_lse", raw_flags.return_lse),
+        return_probs=check_flag("return_probs", raw_flags.return_probs),
     )
     return problem, mask, bias
 
 
-def follows_warn_only(call: Call, problem: AttentionProblem) -> bool:
-    """Tell whether a fixed order of sums is asked for by torch's warn-only mode alone; compilers cannot see that."""
-    if call.numbers.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
+def follows_warn_only(call: PreparedCall, problem: AttentionProblem) -> bool:
+    """Return whether a fixed order of sums is requested only by torch's warn-only mode, which compilers cannot see."""
+    if call.raw_flags.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
         return False
     return torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -261,12 +259,12 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
+    # Sizes of keys come from v; below k is compared with v.
     sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
     batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
-        sizes.check_device(name, x.device)
+        check_dtype(name, x, q.dtype)
+        check_device(name, x.device, sizes.device)
         if x.shape[0] != batch_k:
             other = "q" if batch_k == batch else "k"
             raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of {other}, {batch_k}")
@@ -312,12 +310,12 @@ def _check_sink(sink: Tensor, sizes: _Sizes) -> None:
             f"sink has shape {tuple(sink.shape)}; it needs ({num_heads},): one logit for each head of q"
             + (f" (sink.expand({num_heads}) gives all heads the same)" if sink.numel() == 1 else "")
         )
-    sizes.check_device("sink", sink.device)
+    check_device("sink", sink.device, sizes.device)
 
 
 def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, TensorSpec, Packing]:
     """Validate a dense mask or a bias; return it as a 4-D view, its description, and its packed dim."""
-    sizes.check_device(name, x.device)
+    check_device(name, x.device, sizes.device)
     if sizes.sequences is not None:
         packing = packing_of(name, x.shape, sizes.sequences)
         x = as_scores(x)
@@ -336,7 +334,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
 def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
     """Validate the values of a bias by distance, or for a mask of lists; return a 4-D view, and their packed dim."""
     _check_float("bias.values", x)
-    sizes.check_device("bias.values", x.device)
+    check_device("bias.values", x.device, sizes.device)
     if x.dim() > 4:
         raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
     packing, batch, rows, spec = _UNPACKED, sizes.batch, sizes.seqlen_q, sizes.sequences
@@ -375,7 +373,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
         )
-    sizes.check_device("mask", mask.device)
+    check_device("mask", mask.device, sizes.device)
     for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes.seqlen_q), ("seqlen_k", mask.seqlen_k, sizes.seqlen_k)):
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
@@ -403,12 +401,12 @@ def _describe_beside_sequences(
             f"PreparedMask.{maker} or PreparedMask.from_tree"
         )
     assert isinstance(mask, (ListMask, SequenceTileMask, TreeMask))
-    sizes.check_device("mask", mask.device)
+    check_device("mask", mask.device, sizes.device)
     if not isinstance(mask, TreeMask):
         assert mask.spec is not None
-        # The first six fields of both.
-        names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
-        for name, has, needs in zip(names, mask.spec, spec):
+        names = {"layout": "the layout", "number": "sequences", "rows_q": "seqlen_q", "rows_k": "seqlen_k"}
+        for field in (*names, "max_seqlen_q", "max_seqlen_k"):
+            name, has, needs = names.get(field, field), getattr(mask.spec, field), getattr(spec, field)
             if has != needs:
                 raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
         heads = {1, sizes.num_heads, sizes.num_heads_k}
@@ -436,7 +434,7 @@ def _describe_beside_sequences(
 
 
 def _own_band(mask: BatchMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
-    """Take the band of the mask, which a limit of the call may repeat but not change."""
+    """Take the band of the mask, which a limit of the call may equal but not change."""
     is_causal, window = check_flag("is_causal", is_causal), check_window(window_size)
     right = 0 if mask.is_causal else mask.window_size[1]
     fits = right == 0 if is_causal else window[1] in (-1, right)

@@ -10,7 +10,7 @@ from functools import partial
 import interpreter
 import torch
 from sequence_list_cases import BESIDE, PAGED
-from test_lists import CASES, Case, Chosen, assert_close, leaves, results
+from test_lists import CASES, Case, ListBias, assert_close, leaves, results
 from torch import Tensor
 
 import flash_dmattn
@@ -26,7 +26,7 @@ def check(lists: PreparedMask, given: list[Tensor], bias: Tensor | None = None, 
     global number
 
     def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: str) -> object:
-        added = Chosen(values) if bias is None else bias
+        added = ListBias(values) if bias is None else bias
         return attention(q, k, v, lists, added, sink=sink, return_lse=True, backend=backend, **flags)
 
     both = []
@@ -57,7 +57,7 @@ index = torch.randint(-1, 6, (1, 3, 1, 5, 4))
 many = PreparedMask.from_lists(index, seqlen_k=6)
 q, k = torch.randn(2, 3, 5, 2, 16), torch.randn(2, 3, 6, 1, 16)
 values = torch.randn(2, 1, 1, 5, 4, requires_grad=True)
-outs = [attention(q, k, k, many, Chosen(values), backend=backend) for backend in ("triton", "eager")]
+outs = [attention(q, k, k, many, ListBias(values), backend=backend) for backend in ("triton", "eager")]
 assert_close(*([x, torch.autograd.grad(x.square().sum(), values)[0]] for x in outs), rtol=1e-4, atol=1e-5)
 for lengths, entries in (((6, 8), 0), ((6, 8), 3), ((0, 8), 3), ((6, 0), 3)):
     empty = Case((4, 2), lengths, entries, is_causal=False)
@@ -112,7 +112,7 @@ packed = BESIDE["packed, blocks"].build()
 refused["list_sequences"] = {
     "tensors": packed.tensors,
     "mask": packed.lists,
-    "bias": Chosen(packed.tensors[3].float().requires_grad_()),
+    "bias": ListBias(packed.tensors[3].float().requires_grad_()),
 }
 cache = PAGED["one query"].build(torch.float32)
 q, k, v, *_ = cache.tensors

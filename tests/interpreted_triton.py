@@ -384,7 +384,7 @@ def reads_distances_of_sequences(layout: str, entries: int) -> None:
         if layout == "packed":
             shapes, sequences = [(55,), (82,)], Sequences.packed(*ends.unbind(1))
         elif layout == "padded":
-            shapes, sequences = [(4, most), (4, 40)], Sequences.padded(lengths[:, 1], used[:, 0])
+            shapes, sequences = [(4, most), (4, 40)], Sequences.padded(seqlens_q=used[:, 0], seqlens_k=lengths[:, 1])
         else:
             pages = torch.arange(20, dtype=torch.int32).view(4, 5)
             shapes, sequences = [(4, most), (20, 8)], Sequences.paged(pages, lengths[:, 1])
@@ -526,7 +526,7 @@ def right_in_sequences(layout: str, shape: str) -> None:
     if packs:
         sizes, sequences = [(55,), (86,)], Sequences.packed(*ends.unbind(1), max_seqlen_q=33, max_seqlen_k=40)
     elif layout == "padded":
-        sizes, sequences = [(4, most), (4, 40)], Sequences.padded(lengths[:, 1], lengths[:, 0])
+        sizes, sequences = [(4, most), (4, 40)], Sequences.padded(seqlens_q=lengths[:, 0], seqlens_k=lengths[:, 1])
     else:
         pages = torch.arange(20, dtype=torch.int32).view(4, 5)
         sizes, sequences = [(4, most), (20, 8)], Sequences.paged(pages, lengths[:, 1])

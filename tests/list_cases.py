@@ -15,7 +15,7 @@ from accuracy import gross, norm_of, oracle
 from cases import ALL, Case, Inputs
 from torch import Tensor
 
-from flash_dmattn.biases import Chosen
+from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 from flash_dmattn.triton_kernels.list_calls import ListFlags, ListNeeds, list_backward, list_forward
@@ -157,7 +157,7 @@ def exact(case: ListCase, x: ListInputs, constant: float = 0.0) -> dict[str, Ten
     `constant` is a number in all scores and sinks: scores are rounded to fp32 with it.
     """
     values = None if x.values is None else x.values.double().requires_grad_()
-    bias = None if values is None else by_head(case, Chosen(values).dense(x.lists))
+    bias = None if values is None else by_head(case, ListBias(values).dense(x.lists))
     if x.bias is not None:
         bias = by_head(case, x.bias.double()) + (0.0 if bias is None else bias)
     if bias is not None:

@@ -196,7 +196,7 @@ def draw(
             used_q = slots_q
             most_q = max(used_q, default=0)
         if layout == "padded":
-            sequences = Sequences.padded(table(used_k), table(used_q))
+            sequences = Sequences.padded(seqlens_q=table(used_q), seqlens_k=table(used_k))
             k_shape = (count, most_k, heads_k, dim)
         else:
             per_sequence = -(-most_k // page_size) + rng.choice((0, 1))

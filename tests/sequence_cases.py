@@ -74,7 +74,7 @@ class SequenceCase:
             make = partial(Sequences, "packed") if self.before else Sequences.packed
             sequences = make(*map(table, edges), **bounds)
         elif self.layout == "padded":
-            sequences = Sequences.padded(table(used[1]), table(used[0]))
+            sequences = Sequences.padded(seqlens_q=table(used[0]), seqlens_k=table(used[1]))
         else:  # pages lie in any order
             columns = -(-most_k // self.page_size) + 1
             rows_k = (number * columns + 2, self.page_size)

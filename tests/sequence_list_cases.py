@@ -9,7 +9,7 @@ from sequence_cases import SequenceCase
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
-from flash_dmattn.biases import Chosen
+from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import Layout
 
@@ -83,7 +83,7 @@ class SequenceListCall(NamedTuple):
         packs_q, packs_k = self.case.packs
         q, (k, v) = q[0] if packs_q else q, ((x[0] if packs_k else x) for x in (k, v))
         others = {"sink": sink, "sequences": self.lists.sequences, "return_lse": True, **others}
-        out, lse = attention(q, k, v, self.lists, Chosen(values), **others)
+        out, lse = attention(q, k, v, self.lists, ListBias(values), **others)
         return (out[None], lse[None]) if packs_q else (out, lse)
 
     def alone(self, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class SequenceListCall(NamedTuple):
                 window_size=self.case.window,
                 block_size=(1, self.case.block_k),
             )
-            own = Chosen(values[min(entry, len(values) - 1), :, rows])
+            own = ListBias(values[min(entry, len(values) - 1), :, rows])
             more = {"sink": sink, "return_lse": True, "backend": "reference", **others}
             one, own_lse = attention(q[entry, rows][None], own_k[None], own_v[None], lists, own, **more)
             out[entry, rows], lse[entry, :, rows] = one[0], own_lse[0]

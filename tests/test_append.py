@@ -153,7 +153,7 @@ def cu(*values: int) -> Tensor:
 
 POOL, NEW, SLOTS = torch.zeros(3, 4, 2, 8), torch.zeros(2, 1, 2, 8), torch.zeros(2, 5, 2, 8)
 PAGES = Sequences.paged(torch.tensor([[0, 2], [1, 2]]), cu(3, 4))
-PADDED, PACKED = Sequences.padded(cu(3, 4)), Sequences.packed(cu(0, 1, 3), cu(0, 4, 8), seqlens_k=cu(1, 3))
+PADDED, PACKED = Sequences.padded(seqlens_k=cu(3, 4)), Sequences.packed(cu(0, 1, 3), cu(0, 4, 8), seqlens_k=cu(1, 3))
 TOKENS, ROWS = torch.zeros(3, 2, 8), torch.zeros(8, 2, 8)
 
 GOOD = {
@@ -167,7 +167,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("paged", {"v_cache": None}, "TypeError: v_cache is a NoneType; it needs to be a torch.Tensor"),
     ("paged", {"k_cache": POOL.int()}, "TypeError: k_cache has dtype int32; it needs float16, bfloat16, float32 or fl"),
     ("paged", {"v": NEW.half()}, "TypeError: v has dtype float16; it needs that of k_cache, float32"),
-    ("paged", {"k": NEW.to("meta")}, "ValueError: k is on meta; it needs to be where the sequences are, on cpu"),
+    ("paged", {"k": NEW.to("meta")}, "ValueError: k is on meta; it needs to be on the device of sequences, cpu"),
     (
         "paged",
         {"k": TOKENS, "v": TOKENS},

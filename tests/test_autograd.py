@@ -16,7 +16,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.dispatch import selection
-from flash_dmattn.problem import AttentionProblem, Gradients, Numbers
+from flash_dmattn.problem import AttentionProblem, Gradients, RawFlags
 from flash_dmattn.problem.inputs import Saved
 
 B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3
@@ -244,7 +244,9 @@ BATCHED: dict[str, dict[str, Any]] = {
     "bias and mask": {"mask": some_empty_rows()},
     "sink": {"sink": fp64(HQ, seed=4), "is_causal": True, "softcap": 2.0},
     "dropout": {"dropout_p": 0.4},
-    "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([3, 1]), torch.tensor([1, 2]))},
+    "sequences": {
+        "sequences": flash_dmattn.Sequences.padded(seqlens_q=torch.tensor([1, 2]), seqlens_k=torch.tensor([3, 1]))
+    },
 }
 
 
@@ -278,7 +280,7 @@ def test_batched_gradients_are_those_of_each(name: str, backend: str) -> None:
 def test_batched_gradients_of_rows_with_heads_first() -> None:
     q, k, v, _ = (x.transpose(1, 2) for x in leaves())
     for _ in range(2):  # the first call of a class, and another
-        out, _ = run_call(prepare_call(q, k, v, None, None, None, None, Numbers(), heads_first=True), "eager")
+        out, _ = run_call(prepare_call(q, k, v, None, None, None, None, RawFlags(), heads_first=True), "eager")
         many = torch.randn(3, *out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
         mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]
@@ -295,7 +297,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "a row without keys": {"mask": torch.tensor([[True], [False], [True]]).expand(3, 5)},
     "no key": {"mask": torch.zeros(1, 5, dtype=torch.bool)},
     "lists": {"mask": LISTS},
-    "padded": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([3, 5]))},
+    "padded": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 5]))},
     "packed": {"sequences": flash_dmattn.Sequences.packed(torch.tensor([0, 1, 6]), torch.tensor([0, 4, 10]))},
     "softcap": {"softcap": 2.0},
 }
@@ -397,9 +399,11 @@ def keeps_copies_of_transformers() -> Keeping:
 
 KEPT: dict[str, Callable[[], Keeping]] = {
     "packed": lambda: keeps_layouts(flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])), (8, 2, 4)),
-    "padded": lambda: keeps_layouts(flash_dmattn.Sequences.padded(torch.tensor([3, 4])), (2, 4, 2, 4), is_causal=True),
+    "padded": lambda: keeps_layouts(
+        flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 4])), (2, 4, 2, 4), is_causal=True
+    ),
     "tree": lambda: keeps_layouts(
-        flash_dmattn.Sequences.padded(torch.tensor([3, 4])),
+        flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 4])),
         (2, 4, 2, 4),
         mask=flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 4, 4, dtype=torch.bool).tril()),
     ),

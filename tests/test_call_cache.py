@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import call
 from flash_dmattn.biases import ByDistance
-from flash_dmattn.call import Call
+from flash_dmattn.call import PreparedCall
 from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
+from flash_dmattn.problem import RawFlags, Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
@@ -74,7 +74,7 @@ def test_calls_that_are_alike_are_described_once(described: list[int]) -> None:
 
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
 BY_DISTANCE = ByDistance(2, "clamp", False)
-NUMBERS = Numbers(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
+NUMBERS = RawFlags(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
 OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, 0),
     "softmax_scale": (0.25, None),
@@ -97,35 +97,37 @@ OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
         None,
     ),
     "by_distance": (ByDistance(1, "clamp", False), ByDistance(2, "zero", False), ByDistance(2, "clamp", True), None),
-    "is_chosen": (True,),
+    "is_list_bias": (True,),
 }
 TENSORS = ("q", "k", "v", "mask", "bias", "sink")
 # `spec` describes the tensors of sequences; the others say how results are handed over, not what runs.
 NOT_IN_KEY = ("sequences", "jagged", "copies")
 
 
-def whole_call() -> Call:
+def whole_call() -> PreparedCall:
     """A call in one form with all that a call may have."""
     q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
     mask, bias = torch.ones(1, 4, 6, 9) > 0, torch.randn(1, 4, 6, 9)
-    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE)
+    return PreparedCall(
+        q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE
+    )
 
 
-def key_of(one: Call, backend: Any = "auto") -> Any:
+def key_of(one: PreparedCall, backend: Any = "auto") -> Any:
     key = call._key(one, backend, call.blocks.now)
     assert key is not None
     return key
 
 
-def changed_calls() -> dict[str, tuple[Call, Any]]:
+def changed_calls() -> dict[str, tuple[PreparedCall, Any]]:
     """Calls that differ from `whole_call` in one thing, and the backend that is asked for, by name."""
     one = whole_call()
-    changed: dict[str, Call] = {}
+    changed: dict[str, PreparedCall] = {}
     for name in TENSORS:
         for what, other in tensor_changes(getattr(one, name)).items():
             changed[f"{name}, {what}"] = one._replace(**{name: other})
     for name, others in OTHER_NUMBERS.items():
-        changed |= {f"{name} {x}": one._replace(numbers=one.numbers._replace(**{name: x})) for x in others}
+        changed |= {f"{name} {x}": one._replace(raw_flags=one.raw_flags._replace(**{name: x})) for x in others}
     for name, others in OTHER_LAYOUTS.items():
         changed |= {f"{name} {x}": one._replace(**{name: x}) for x in others}
     changed |= {f"no {name}": one._replace(**{name: None}) for name in ("mask", "bias", "sink")}
@@ -138,8 +140,8 @@ def changed_calls() -> dict[str, tuple[Call, Any]]:
 
 
 def test_every_field_of_a_call_is_changed_by_some_change() -> None:
-    assert set(OTHER_NUMBERS) == set(Numbers._fields)
-    assert {*TENSORS, "numbers", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(Call._fields)
+    assert set(OTHER_NUMBERS) == set(RawFlags._fields)
+    assert {*TENSORS, "raw_flags", *OTHER_LAYOUTS, *NOT_IN_KEY} == set(PreparedCall._fields)
 
 
 @pytest.mark.parametrize("change", changed_calls())
@@ -164,7 +166,7 @@ def test_a_mask_of_a_kind_that_has_no_key_is_no_call_without_one() -> None:
     class Prepared:
         tensors = ()
 
-    with pytest.raises(AttributeError, match="call_key"):
+    with pytest.raises(AttributeError, match="_call_key"):
         key_of(whole_call()._replace(mask=Prepared()))  # type: ignore[arg-type]
 
 

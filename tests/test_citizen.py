@@ -123,7 +123,7 @@ print("flash_dmattn.nn" in sys.modules)
 def test_an_attribute_that_nobody_has_is_an_error() -> None:
     with pytest.raises(AttributeError, match="module 'flash_dmattn' has no attribute 'frobnicate'"):
         flash_dmattn.frobnicate  # noqa: B018
-    assert set(flash_dmattn.__all__) <= set(dir(flash_dmattn))
+    assert dir(flash_dmattn) == sorted(flash_dmattn.__all__)
 
 
 # Saved masks
@@ -141,10 +141,10 @@ PREPARED = {
 
 def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:
     mask = PREPARED["tiles"]()
-    assert torch.device("cpu") in mask.call_key[-1]  # what is cached belongs to this device
+    assert torch.device("cpu") in mask._call_key[-1]  # what is cached belongs to this device
     torch.save(mask, tmp_path / "mask.pt")
     loaded = torch.load(tmp_path / "mask.pt", weights_only=True, map_location="meta")
-    assert loaded.device.type == "meta" and loaded.device in loaded.call_key[-1]
+    assert loaded.device.type == "meta" and loaded.device in loaded._call_key[-1]
 
 
 def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ SAVED: dict[str, Callable[[], Any]] = {
     **PREPARED,
     "Padding": lambda: flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]])),
     "Sequences.packed": lambda: flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])),
-    "Sequences.padded": lambda: flash_dmattn.Sequences.padded(torch.tensor([3, 8])),
+    "Sequences.padded": lambda: flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 8])),
     "Sequences.paged": lambda: flash_dmattn.Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5])),
     "leading dims": lambda: PREPARED["tiles"]().expand_batch((3, 2)),
     "beside sequences": lambda: masks.PreparedMask.from_mask(
@@ -280,12 +280,14 @@ CALLS: dict[str, Callable[[], Any]] = {
             "bias in 16 bits": {"bias": SCORES.bfloat16()},
             "sink": {"sink": SLOPES},
             "relative": {"bias": flash_dmattn.biases.Relative(SCORES[0, :, 0, :5], 2, "clamp")},
-            "padded": {"sequences": flash_dmattn.Sequences.padded(USED)},
+            "padded": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=USED)},
         }.items()
     },
     "packed": lambda: with_derivatives(lambda x: self_attention(x, sequences=PACKED), TOKENS),
     "paged": lambda: flash_dmattn.attention(X, POOL, POOL, sequences=flash_dmattn.Sequences.paged(TABLE, USED)),
-    "a cache": lambda: appended(flash_dmattn.Sequences.padded(USED, torch.tensor([2, 1], device="cpu")), X, X[:, :2]),
+    "a cache": lambda: appended(
+        flash_dmattn.Sequences.padded(seqlens_q=torch.tensor([2, 1], device="cpu"), seqlens_k=USED), X, X[:, :2]
+    ),
     "padding": lambda: flash_dmattn.sequences.Padding(X[..., 0, 0] > 0).unpad(X),
     "many intervals": lambda: with_derivatives(
         lambda x: self_attention(x, masks.PreparedMask.from_topk(LONG[0, :, 0, 0], 16, is_causal=True)), LONG
@@ -316,13 +318,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "IndexScores": lambda: masks.PreparedMask.from_topk_lists(
         masks.IndexScores(X, X[:, :, 0], torch.ones(2, 24, 2, device="cpu", dtype=torch.float32)), 3
     ),
-    "Chosen": lambda: with_derivatives(
+    "ListBias": lambda: with_derivatives(
         lambda x: flash_dmattn.attention(
             X[:, :4],
             X[:, :4],
             X[:, :4],
             masks.PreparedMask.from_lists(INDEX, seqlen_k=4),
-            flash_dmattn.biases.Chosen(x),
+            flash_dmattn.biases.ListBias(x),
         ),
         SCORES[:, :, :4, :2],
     ),

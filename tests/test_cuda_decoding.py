@@ -15,7 +15,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import group_rows, passes
 from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Numbers
+from flash_dmattn.problem import RawFlags
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -155,7 +155,7 @@ def test_several_queries_with_heads_first(backend: Runner) -> None:
     x = BASE.with_(seqlen_q=9, num_heads=8).build()
     rows = flash_dmattn.attention(x.q, x.k, x.v, is_causal=True, backend="cuda")
     q, k, v = (each.transpose(1, 2).contiguous() for each in (x.q, x.k, x.v))
-    numbers = Numbers(is_causal=True)
+    numbers = RawFlags(is_causal=True)
     heads = run_call(prepare_call(q, k, v, None, None, None, None, numbers, heads_first=True), "cuda")[0]
     torch.testing.assert_close(heads, rows, atol=0.0, rtol=0.0)
 

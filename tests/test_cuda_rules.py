@@ -50,7 +50,7 @@ def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
         return explanation
     problem = explanation.problem
     if lists is not None:
-        flags = problem.flags._replace(block_q=lists[0], block_k=lists[1], places=4)
+        flags = problem.flags._replace(block_q=lists[0], block_k=lists[1], list_size=4)
         problem = problem._replace(mask_form="lists", flags=flags)
     if bias_strides is not None:
         problem = problem._replace(bias=problem.bias._replace(strides=bias_strides))
@@ -430,7 +430,9 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
             actual = explained(**rule.example, **GRADIENTS)
             refused = cuda.broken_rules(actual.problem, ("backward",))
             assert (actual.forward, actual.backward) == ("cuda", "eager" if refused else "cuda"), rule
-            assert ("auto finds no other here, and else passes it over: " in str(actual)) is not bool(refused)
+            assert ("auto uses it only because no other backend accepts this call: " in str(actual)) is not bool(
+                refused
+            )
         assert explained(device="sm_80").forward == "sdpa"
 
 

@@ -30,7 +30,7 @@ PACKED = Sequences.packed(
     seqlens_q=torch.tensor([2, 0, 2]),
     seqlens_k=torch.tensor([3, 1, 1]),
 )
-PADDED = Sequences.padded(torch.tensor([3, 1]), torch.tensor([1, 2]))
+PADDED = Sequences.padded(seqlens_q=torch.tensor([1, 2]), seqlens_k=torch.tensor([3, 1]))
 KEYS = torch.rand(1, 2, 1, 3, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.rand(1, 5, 3, generator=torch.Generator().manual_seed(2)) < 0.7
 TREE = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.6
@@ -328,7 +328,7 @@ MADE: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Any], PreparedMask], Ca
     "tree": (
         (2, 5, 5),
         lambda mask, _: PreparedMask.from_tree(mask),
-        lambda n: {"x": torch.randn(2, 5, 2, 8), "sequences": Sequences.padded(torch.tensor([5, 4 - n]))},
+        lambda n: {"x": torch.randn(2, 5, 2, 8), "sequences": Sequences.padded(seqlens_k=torch.tensor([5, 4 - n]))},
     ),
     "tiles of sequences": (
         (2, 14, 9),

@@ -27,7 +27,7 @@ from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed.call import ParallelCall, Request, choose_backends
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Numbers
+from flash_dmattn.problem import RawFlags
 from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
@@ -199,7 +199,7 @@ def describe(
     """A causal call of rank 0 of a group that need not exist."""
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
     layout, groups = SequenceLayout.zigzag(rows * size, size), (Members("none", size, 0),)
-    numbers = Numbers(is_causal=not isinstance(mask, ShardedMask))
+    numbers = RawFlags(is_causal=not isinstance(mask, ShardedMask))
     rest = (layout, None, strategy, head_groups, False, None, numbers, False, 0)
     return Request(q, k, v, mask, None, None, groups, *rest).describe()
 

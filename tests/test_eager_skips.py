@@ -213,7 +213,7 @@ def test_sequences_of_equal_lengths_are_one_call(layout: str, is_prepared: bool)
     wanted, _ = formula.attention(q, k, v, mask, None, is_causal=True, softmax_scale=D**-0.5)
     lengths = torch.full((number,), length)
     if layout == "padded":
-        sequences, rows = Sequences.padded(lengths), (q, k, v)
+        sequences, rows = Sequences.padded(seqlens_k=lengths), (q, k, v)
     else:
         sequences = Sequences.packed(torch.arange(number + 1) * length, max_seqlen_q=length)
         rows = tuple(x.flatten(0, 1) for x in (q, k, v))

@@ -27,16 +27,16 @@ USES = {
     "return_probs": {"return_probs": True},
     "sink": {"sink": torch.zeros(2)},
     "dropout_p": {"dropout_p": 0.5},
-    "sequences": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([5]))},
+    "sequences": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([5]))},
     "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
     "tree": {
-        "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
+        "sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([5])),
         "mask": flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
     },
     "relative_bias": {"bias": flash_dmattn.biases.Relative(torch.zeros(2, 3), 1, "clamp")},
     "band_bias": {"bias": flash_dmattn.biases.Band(torch.zeros(2, 3, 4), 1)},
     "lists": {"mask": LISTS},
-    "chosen_bias": {"mask": LISTS, "bias": flash_dmattn.biases.Chosen(torch.zeros(2, 3, 1))},
+    "list_bias": {"mask": LISTS, "bias": flash_dmattn.biases.ListBias(torch.zeros(2, 3, 1))},
 }
 # No argument names these alone: pages are of sequences, a tree is a mask beside them, lists are a mask, and a bias may
 # be by distance or of lists.
@@ -46,7 +46,7 @@ PARTS = {
     "relative_bias": {"bias"},
     "band_bias": {"bias"},
     "lists": {"mask"},
-    "chosen_bias": {"mask", "bias", "lists"},
+    "list_bias": {"mask", "bias", "lists"},
 }
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}

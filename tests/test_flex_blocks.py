@@ -16,7 +16,7 @@ from flash_dmattn import Sequences
 from flash_dmattn.backends.flex import blocks
 from flash_dmattn.backends.flex import sequences as flex_sequences
 from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, limits_of
-from flash_dmattn.backends.flex.sequences import SequenceBlocks, extents, sequence_blocks
+from flash_dmattn.backends.flex.sequences import SequenceBlocks, sequence_blocks, side_sizes
 from flash_dmattn.problem import AttentionProblem, Packing, SequenceSpec
 
 
@@ -216,7 +216,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         sequences = Sequences.packed(*edges, **named, seqlens_q=torch.tensor(used[0]), seqlens_k=torch.tensor(used[1]))
         shapes = [(max(1, int(edge[-1]) + rng.choice((0, 3))), 2, 1) for edge in edges]
     else:
-        sequences = Sequences.padded(torch.tensor(used[1]), torch.tensor(used[0]))
+        sequences = Sequences.padded(seqlens_q=torch.tensor(used[0]), seqlens_k=torch.tensor(used[1]))
         shapes = [(number, max(1, *n), 2, 1) for n in slots]
     q, k = (torch.zeros(shape) for shape in shapes)
     spec, (bounds, _) = sequences.lay_out(q, k, k)
@@ -268,7 +268,7 @@ def test_wild_tables_leave_no_tensor() -> None:
 def test_the_operator_is_what_it_tells_compilers(packing: Packing, shape: tuple[int, ...] | None) -> None:
     bounds, spec = five_sequences()
     mask = None if shape is None else torch.rand(shape) < 0.5
-    arguments = (bounds, mask, packing, *map(list, extents(spec)), 10, 0, 4)
+    arguments = (bounds, mask, packing, *map(list, side_sizes(spec)), 10, 0, 4)
     torch.library.opcheck(flex_sequences._SEQUENCES, arguments)
 
 

@@ -20,7 +20,7 @@ from flash_dmattn import autograd
 from flash_dmattn import call as calls
 from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Numbers
+from flash_dmattn.problem import RawFlags
 
 __all__ = ["launched"]  # a fixture
 
@@ -69,7 +69,7 @@ def leaves(call: dict[str, Any], arrange: Callable[[Tensor], Tensor] = LAYOUTS["
 
 def ours(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sink: Any, **numbers: Any) -> Tensor:
     """As a layer calls it."""
-    return run_call(prepare_call(q, k, v, mask, bias, sink, None, Numbers(**numbers), heads_first=True), "auto")[0]
+    return run_call(prepare_call(q, k, v, mask, bias, sink, None, RawFlags(**numbers), heads_first=True), "auto")[0]
 
 
 def by_attention(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
@@ -173,7 +173,7 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
         step(model, tensors, name)
         launched.clear()
         for module, function in (
-            *((attention_function, "attention"), (calls, "describe"), (autograd, "laid_anew")),
+            *((attention_function, "attention"), (calls, "describe"), (autograd, "with_strides")),
             *((launch, "forward_plan"), (launch, "backward_plan")),
         ):
             monkeypatch.setattr(module, function, refuse)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import attention, explain
-from flash_dmattn.biases import Chosen
+from flash_dmattn.biases import ListBias
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.lists import tiles_of_lists
@@ -94,6 +94,6 @@ def test_cuda_refuses_lists_of_other_blocks_and_values() -> None:
         rows = 256 // block[0]
         lists = PreparedMask.from_lists(index[:, :, :rows], seqlen_q=256, seqlen_k=256, block_size=block)
         with pytest.raises(flash_dmattn.BackendError) as caught:
-            attention(q, k, k, lists, Chosen(torch.zeros(1, 1, rows, 1)), backend="cuda")
+            attention(q, k, k, lists, ListBias(torch.zeros(1, 1, rows, 1)), backend="cuda")
         codes = {reason.code for reason in caught.value.reasons}
-        assert "chosen_bias" in codes and ("list_tiles" in codes) == (block[1] == 64)
+        assert "list_bias" in codes and ("list_tiles" in codes) == (block[1] == 64)

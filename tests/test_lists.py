@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash_dmattn
 from flash_dmattn import Sequences, attention, biases, explain
 from flash_dmattn.backends import eager
-from flash_dmattn.biases import Chosen
+from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import (
     IndexScores,
     PreparedMask,
@@ -162,7 +162,7 @@ def test_lists_are_the_mask_and_the_bias_that_they_stand_for(name: str, backend:
 
     def listed(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, softcap: float) -> Any:
         others: dict[str, Any] = {"sink": sink, "softcap": softcap, "return_lse": True, "backend": backend}
-        return attention(q, k, v, lists, Chosen(values), **others)
+        return attention(q, k, v, lists, ListBias(values), **others)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, softcap: float) -> Any:
         mask, bias = by_loops(case, index, values)
@@ -196,7 +196,7 @@ def test_a_mask_of_lists_is_the_mask_that_it_stands_for(name: str) -> None:
     listed_keys = index.gather(3, slots.clamp(min=0).long())
     assert torch.equal(torch.where(there, listed_keys.int(), -1), keys)
     for x in (pickle.loads(pickle.dumps(lists)), copy.deepcopy(lists), lists.to("cpu")):
-        assert torch.equal(x.dense(), lists.dense()) and x.call_key == lists.call_key
+        assert torch.equal(x.dense(), lists.dense()) and x._call_key == lists._call_key
     assert lists.to("meta").device.type == "meta"
 
 
@@ -205,7 +205,7 @@ def test_of_equal_entries_the_first_counts_and_others_have_no_gradient() -> None
     values = torch.tensor([[[1.0, 2.0, 30.0, 40.0, 50.0, 3.0]]], requires_grad=True)
     q = torch.zeros(1, 1, 1, 8)
     k = torch.zeros(1, 6, 1, 8)
-    out, lse = attention(q, k, torch.eye(6).view(1, 6, 1, 6), lists, Chosen(values), return_lse=True)
+    out, lse = attention(q, k, torch.eye(6).view(1, 6, 1, 6), lists, ListBias(values), return_lse=True)
     p = torch.tensor([3.0, 2.0, 1.0]).softmax(0)
     torch.testing.assert_close(out.flatten(), torch.tensor([p[0], 0, p[1], 0, p[2], 0]))
     lse.sum().backward()
@@ -232,7 +232,7 @@ def test_a_call_of_lists_has_no_tensor_of_queries_times_keys() -> None:
     try:
         with Largest():
             prepared = from_lists(lists.index, seqlen_k=length, is_causal=True)
-            attention(q, k, k, prepared, Chosen(values), backend="eager").sum().backward()
+            attention(q, k, k, prepared, ListBias(values), backend="eager").sum().backward()
             scores.at(prepared)
     finally:
         eager.set_chunk_bytes(eager.chunked.DEFAULT_CHUNK_BYTES)
@@ -246,7 +246,7 @@ def run_both(lists: PreparedMask, tensors: list[Tensor]) -> list[list[Tensor]]:
     """All results of eager and of the reference, of q, k, v, values and sink."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: Any) -> Any:
-        return attention(q, k, v, lists, Chosen(values), sink=sink, return_lse=True, backend=backend)
+        return attention(q, k, v, lists, ListBias(values), sink=sink, return_lse=True, backend=backend)
 
     return [results(partial(call, backend=backend), tensors) for backend in ("eager", "reference")]
 
@@ -315,7 +315,7 @@ def test_an_index_of_any_strides_and_dtype_and_values_that_are_expanded() -> Non
     values = torch.randn(1, 1, 1, 4, dtype=F64, requires_grad=True)
     calls = (values.expand(2, 4, 9, 4), values.expand(2, 4, 9, 4).contiguous())
     got, want = (
-        torch.autograd.grad(attention(*tensors[:3], wanted, Chosen(x), backend="eager").square().sum(), values)[0]
+        torch.autograd.grad(attention(*tensors[:3], wanted, ListBias(x), backend="eager").square().sum(), values)[0]
         for x in calls
     )
     torch.testing.assert_close(got, want)
@@ -416,9 +416,9 @@ def test_index_scores_with_leading_dims_and_of_blocks() -> None:
     x = torch.randn(2, 3, 20, 2, 8)
     y = torch.randn(2, 3, 29, 1, 8)
     values = scores.at(lists)
-    got = attention(x, y, y, lists, Chosen(values), backend="eager")
-    torch.testing.assert_close(got, attention(x, y, y, lists, Chosen(values), backend="reference"))
-    matrix = Chosen(values).dense(lists)
+    got = attention(x, y, y, lists, ListBias(values), backend="eager")
+    torch.testing.assert_close(got, attention(x, y, y, lists, ListBias(values), backend="reference"))
+    matrix = ListBias(values).dense(lists)
     torch.testing.assert_close(got, attention(x, y, y, lists, matrix, backend="reference"))
     empty = IndexScores(q[..., :0, :, :], k, weights[..., :0, :])
     assert empty.at(from_topk_lists(empty, 2, seqlen_q=0)).shape == (2, 3, 1, 0, 2)
@@ -432,16 +432,16 @@ def test_a_bias_beside_chosen_values_with_leading_dims(shape: tuple[int, ...], s
     values, bias = torch.randn(2, 3, 1, 5, 4, requires_grad=True), torch.randn(shape, requires_grad=True)
     outs = [
         attention(q, k, k, lists, added, backend="eager")
-        for added in (Chosen(values, bias), Chosen(values, bias).dense(lists))
+        for added in (ListBias(values, bias), ListBias(values, bias).dense(lists))
     ]
     own = lists.dense().view(*(() if shared else (2, 1)), 1, 5, 6)
-    outs.append(attention(q, k, k, own, Chosen(values).dense(lists) + bias, backend="reference"))
+    outs.append(attention(q, k, k, own, ListBias(values).dense(lists) + bias, backend="reference"))
     gradients = [torch.autograd.grad(out.square().sum(), (values, bias)) for out in outs]
     for out, grads in zip(outs[:2], gradients[:2], strict=True):
         for x, y in zip((out, *grads), (outs[2], *gradients[2]), strict=True):
             torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match=r"batch dims \(2, 3\), bias.bias \(2, 2\)"):
-        attention(q, k, k, lists, Chosen(values, torch.zeros(2, 2, 1, 5, 6)))
+        attention(q, k, k, lists, ListBias(values, torch.zeros(2, 2, 1, 5, 6)))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -449,9 +449,9 @@ def test_a_bias_and_chosen_values_of_16_bits_are_added_in_fp32(dtype: torch.dtyp
     q, k = torch.randn(1, 5, 1, 4, dtype=dtype), torch.randn(1, 6, 1, 4, dtype=dtype)
     lists = from_lists(torch.stack([torch.randperm(6)[:4] for _ in range(5)]), seqlen_k=6)
     values, bias = (10 + torch.randn(1, 1, 5, 4)).to(dtype), (10 + torch.randn(1, 1, 5, 6)).to(dtype)
-    exact = Chosen(values.double()).dense(lists) + bias.double()
+    exact = ListBias(values.double()).dense(lists) + bias.double()
     wanted = attention(*(x.double() for x in (q, k, k)), lists, exact, return_lse=True)[1]
-    for added in (Chosen(values, bias), Chosen(values, bias).dense(lists)):
+    for added in (ListBias(values, bias), ListBias(values, bias).dense(lists)):
         lse = attention(q, k, k, lists, added, return_lse=True, backend="eager")[1]
         torch.testing.assert_close(lse.double(), wanted, rtol=0, atol=1e-5)
 
@@ -471,10 +471,10 @@ def test_a_bias_beside_chosen_values(shape: tuple[int, ...], block_q: int) -> No
         q, values, bias = tensors
         by_head = bias.repeat_interleave(2, -3) if bias.dim() > 2 and bias.shape[-3] == 2 else bias
         if way == "beside":
-            out = attention(q, k, k, lists, Chosen(values, bias), backend="eager")
+            out = attention(q, k, k, lists, ListBias(values, bias), backend="eager")
         else:
-            both = Chosen(values).dense(lists).repeat_interleave(2, 1) + by_head
-            made = Chosen(values, by_head).dense(lists)
+            both = ListBias(values).dense(lists).repeat_interleave(2, 1) + by_head
+            made = ListBias(values, by_head).dense(lists)
             torch.testing.assert_close(made.repeat_interleave(4 // made.shape[1], 1), both)
             out = attention(q, k, k, lists.dense(), both, backend="reference")
         return out, *torch.autograd.grad(out.square().sum(), tensors)
@@ -492,7 +492,7 @@ def small() -> tuple[PreparedMask, list[Tensor], Callable[..., Tensor]]:
     tensors = [torch.randn(s, dtype=F64, requires_grad=True) for s in ((1, 5, 2, 3), (1, 6, 1, 3), (1, 1, 5, 4))]
 
     def call(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        return attention(q, k, k, lists, Chosen(values), backend="eager")
+        return attention(q, k, k, lists, ListBias(values), backend="eager")
 
     return lists, tensors, call
 
@@ -504,7 +504,7 @@ def test_second_derivatives() -> None:
     values = torch.randn(1, 2, 3, 2, dtype=F64, requires_grad=True)
     q, k, _ = tensors
     assert torch.autograd.gradgradcheck(
-        lambda q, k, values: attention(q, k, k, blocks, Chosen(values), backend="eager"), (q, k, values)
+        lambda q, k, values: attention(q, k, k, blocks, ListBias(values), backend="eager"), (q, k, values)
     )
 
 
@@ -528,8 +528,8 @@ def test_a_selector_trains_under_transforms_and_compilers() -> None:
         lists = from_topk_lists(scores, 3, is_causal=True)
         named = from_lists(lists.index.flip(3), seqlen_k=x.shape[1])
         per_key = x[:, :, 0, 0][:, None, None]
-        return attention(x, x, x, lists, Chosen(scores.at(lists))) + attention(
-            x, x, x, named, Chosen(scores.at(named), per_key)
+        return attention(x, x, x, lists, ListBias(scores.at(lists))) + attention(
+            x, x, x, named, ListBias(scores.at(named), per_key)
         )
 
     def gradient(x: Tensor, of: Callable[[Tensor], Tensor] = call) -> Tensor:
@@ -545,7 +545,7 @@ def test_a_selector_trains_under_transforms_and_compilers() -> None:
 
     def dense(x: Tensor) -> Tensor:
         lists = from_topk_lists(IndexScores(x, x[:, :, 0], x[..., 0]), 3, is_causal=True)
-        return Chosen(lists.index.to(x.dtype)).dense(lists)
+        return ListBias(lists.index.to(x.dtype)).dense(lists)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(dense, backend=counter, fullgraph=True)
@@ -571,11 +571,13 @@ def test_leading_dims() -> None:
 
     def one(a: int, b: int) -> Tensor:
         own = from_lists(index[0, b], seqlen_k=6)
-        return attention(q[a, b][None], k[a, b][None], k[a, b][None], own, Chosen(values[a, 0]), backend="reference")[0]
+        return attention(q[a, b][None], k[a, b][None], k[a, b][None], own, ListBias(values[a, 0]), backend="reference")[
+            0
+        ]
 
     wanted = torch.stack([torch.stack([one(a, b) for b in range(3)]) for a in range(2)])
     for backend in ("eager", "reference"):
-        got = attention(q, k, k, lists, Chosen(values), backend=backend)
+        got = attention(q, k, k, lists, ListBias(values), backend=backend)
         torch.testing.assert_close(got, wanted)
         pair = (torch.autograd.grad(x.square().sum(), values, retain_graph=True)[0] for x in (got, wanted))
         torch.testing.assert_close(*pair)
@@ -587,9 +589,9 @@ def test_calls_of_other_lists_do_not_share_a_plan() -> None:
     index = torch.arange(8).expand(1, 1, 8, 8).flip(3)
     lists = from_lists(index, seqlen_k=8)
     reference = partial(attention, q, q, q, backend="reference")
-    for bias in (Chosen(values), values, Chosen(values)):  # of one shape, since K is Lk
+    for bias in (ListBias(values), values, ListBias(values)):  # of one shape, since K is Lk
         got = attention(q, q, q, lists, bias, backend="eager")
-        torch.testing.assert_close(got, reference(bias=values.flip(3) if isinstance(bias, Chosen) else values))
+        torch.testing.assert_close(got, reference(bias=values.flip(3) if isinstance(bias, ListBias) else values))
     for block in (1, 2, 4):
         own = from_lists(index[:, :, ::1] // block, seqlen_q=8, seqlen_k=8, block_size=(1, block), is_causal=True)
         torch.testing.assert_close(attention(q, q, q, own, backend="eager"), reference(is_causal=True))
@@ -600,7 +602,7 @@ def test_dropout_drops_what_it_drops_of_the_mask() -> None:
     index, tensors = case.index(), leaves(case)
     mask, bias = by_loops(case, index, tensors[3])
     outs = []
-    for x, added in ((case.lists(index), Chosen(tensors[3])), (mask, bias)):
+    for x, added in ((case.lists(index), ListBias(tensors[3])), (mask, bias)):
         torch.manual_seed(3)
         band = {} if isinstance(x, PreparedMask) else case.band
         outs.append(attention(*tensors[:3], x, added, dropout_p=0.4, backend="eager", **band))
@@ -611,9 +613,9 @@ def test_dropout_drops_what_it_drops_of_the_mask() -> None:
 def test_other_backends_refuse_lists_by_a_rule(name: str) -> None:
     lists, (q, k, values), _ = small()
     with pytest.raises(flash_dmattn.BackendError) as caught:
-        attention(q, k, k, lists, Chosen(values), backend=name)
+        attention(q, k, k, lists, ListBias(values), backend=name)
     codes = {reason.code for reason in caught.value.reasons}
-    assert {"list_tiles" if name == "cuda" else "lists", "chosen_bias"} <= codes
+    assert {"list_tiles" if name == "cuda" else "lists", "list_bias"} <= codes
 
 
 @needs_triton
@@ -624,9 +626,9 @@ def test_triton_serves_calls_with_lists() -> None:
 
 def test_explain_names_the_lists() -> None:
     lists, (q, k, values), _ = small()
-    told = explain(q, k, k, lists, Chosen(values))
+    told = explain(q, k, k, lists, ListBias(values))
     assert told.forward == "eager" and "lists of 4 keys, (1, 1, 5, 6)" in str(told.problem)
-    assert "chosen bias (1, 1, 5, 4) float64" in str(told.problem) and "dbias" in str(told.problem)
+    assert "list bias (1, 1, 5, 4) float64" in str(told.problem) and "dbias" in str(told.problem)
     blocks = from_lists(torch.tensor([[0], [1], [-1]]), seqlen_q=5, seqlen_k=6, block_size=(2, 4))
     assert "lists of 1 blocks of 4 keys for 2 queries" in str(explain(q, k, k, blocks).problem)
 
@@ -681,7 +683,7 @@ def test_a_mask_of_lists_beside_sequences_is_the_mask_that_it_stands_for(name: s
     assert torch.equal(lists.dense(1, 4), dense[:, :, 1:4]) and int(dense.sum()) == allowed
     assert lists.stats().density == pytest.approx(allowed / max(1, dense.numel()))
     for x in (pickle.loads(pickle.dumps(lists)), lists.to("cpu")):
-        assert torch.equal(x.dense(), dense) and x.call_key == lists.call_key
+        assert torch.equal(x.dense(), dense) and x._call_key == lists._call_key
     assert torch.equal(torch.where(lists.index < 0, call.index.int(), lists.index), call.index.expand_as(lists.index))
 
 
@@ -770,9 +772,11 @@ def test_ways_through_a_call_beside_sequences() -> None:
         torch.manual_seed(3)
         outs.append(call.together(*plain, backend=backend, dropout_p=0.4)[0])
     torch.testing.assert_close(*outs)
-    told = explain(plain[0][0], plain[1][0], plain[2][0], call.lists, Chosen(plain[3]), sequences=call.lists.sequences)
+    told = explain(
+        plain[0][0], plain[1][0], plain[2][0], call.lists, ListBias(plain[3]), sequences=call.lists.sequences
+    )
     assert told.forward == "eager" and "lists of 3 keys, (1, 1, 6, 8) of packed queries" in str(told.problem)
-    assert "chosen bias (1, 2, 6, 3) float64 of packed queries" in str(told.problem)
+    assert "list bias (1, 2, 6, 3) float64 of packed queries" in str(told.problem)
 
 
 def test_lists_of_no_sequence_and_of_nothing() -> None:
@@ -785,7 +789,7 @@ def test_lists_of_no_sequence_and_of_nothing() -> None:
         values, sink = torch.randn(1, 4, entries, dtype=F64, requires_grad=True), torch.randn(2, dtype=F64)
         for backend in ("eager", "reference"):
             others: dict[str, Any] = {"sink": sink, "return_lse": True, "backend": backend}
-            out, lse = attention(q, k, k, lists, Chosen(values), sequences=sequences, **others)
+            out, lse = attention(q, k, k, lists, ListBias(values), sequences=sequences, **others)
             assert not out.any() and (lse[:, 2:] == -torch.inf).all()
             first = torch.full((2, 2), -torch.inf, dtype=F64) if sequences is nobody else sink[:, None].expand(2, 2)
             assert torch.equal(lse[:, :2], first)
@@ -797,7 +801,7 @@ def test_lists_of_no_sequence_and_of_nothing() -> None:
 
 INDEX = torch.zeros(1, 1, 5, 4, dtype=torch.long)
 TWO = Sequences.packed(torch.tensor([0, 2, 5]), torch.tensor([0, 1, 6]))
-SLOTS = Sequences.padded(torch.tensor([6, 3]))
+SLOTS = Sequences.padded(seqlens_k=torch.tensor([6, 3]))
 VALUES = torch.zeros(1, 1, 5, 4)
 listed: Callable[..., PreparedMask] = partial(from_lists, seqlen_k=6)
 best: Callable[..., PreparedMask] = partial(from_topk_lists, torch.zeros(5, 6))
@@ -843,14 +847,14 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("ValueError: index has 5 lists and seqlen_q is 7", lambda: listed(INDEX, seqlen_q=7, sequences=TWO)),
     ("TypeError: sequences is a list", lambda: listed(INDEX, sequences=[0, 5])),
     ("ValueError: k is 0", lambda: best(0)),
-    ("TypeError: scores has dtype torch.int32", lambda: from_topk_lists(INDEX.int(), 1)),
+    ("TypeError: scores has dtype int32", lambda: from_topk_lists(INDEX.int(), 1)),
     ("ValueError: seqlen_k is None; with blocks of 4 keys", lambda: best(1, block_size=(1, 4))),
     ("ValueError: scores have 6 columns; they need 3", lambda: best(1, seqlen_k=9, block_size=(1, 4))),
     ("ValueError: .*seqlen_k = 6", lambda: best(1, mask=torch.ones(5, 7, dtype=torch.bool))),
     (r"ValueError: .*k has shape \(1, 6, 3\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 3), (1, 5, 2))),
     (r"ValueError: .*weights has shape \(1, 5\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5))),
     ("TypeError: k has dtype float64", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=F64)),
-    ("TypeError: k has type NoneType", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=None)),
+    ("TypeError: k is a NoneType", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=None)),
     (r"ValueError: q has shape \(1, 5, 2, 0\); its head_dim", lambda: scores_of((1, 5, 2, 0), (1, 6, 0), (1, 5, 2))),
     (r"ValueError: q has shape \(5, 2, 4\)", lambda: scores_of((5, 2, 4), (6, 4), (5, 2))),
     ("TypeError: lists is a Tensor", lambda: SCORES.at(torch.ones(5, 6, dtype=torch.bool))),
@@ -859,19 +863,19 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("ValueError: lists have 4 rows for 6 keys", lambda: SCORES.at(listed(INDEX[:, :, :4]))),
     ("TypeError: scale is a str", lambda: IndexScores(SCORES.q, SCORES.k, SCORES.weights, scale="1")),
     ("TypeError: relu is 'yes'", lambda: IndexScores(SCORES.q, SCORES.k, SCORES.weights, relu="yes")),
-    ("TypeError: mask is None", lambda: Chosen(VALUES).dense(None)),
-    ("TypeError: bias.values is a NoneType", lambda: Chosen(None).dense(LISTS)),
-    (r"ValueError: bias.values has shape \(1, 1, 5, 3\); .*4\)", lambda: Chosen(VALUES[..., :3]).dense(LISTS)),
-    (r"ValueError: bias.values has shape \(1, 1, 3, 4\); ", lambda: Chosen(VALUES[:, :, :3]).dense(LISTS)),
-    ("TypeError: bias.bias is a list", lambda: Chosen(VALUES, [0.0]).dense(LISTS)),
-    ("TypeError: bias.bias has dtype int64", lambda: Chosen(VALUES, torch.zeros(5, 6).long()).dense(LISTS)),
+    ("TypeError: mask is None", lambda: ListBias(VALUES).dense(None)),
+    ("TypeError: bias.values is a NoneType", lambda: ListBias(None).dense(LISTS)),
+    (r"ValueError: bias.values has shape \(1, 1, 5, 3\); .*4\)", lambda: ListBias(VALUES[..., :3]).dense(LISTS)),
+    (r"ValueError: bias.values has shape \(1, 1, 3, 4\); ", lambda: ListBias(VALUES[:, :, :3]).dense(LISTS)),
+    ("TypeError: bias.bias is a list", lambda: ListBias(VALUES, [0.0]).dense(LISTS)),
+    ("TypeError: bias.bias has dtype int64", lambda: ListBias(VALUES, torch.zeros(5, 6).long()).dense(LISTS)),
     (
         r"ValueError: bias.bias has shape \(5, 4\); it needs to broadcast to .*\(1, 1, 5, 6\)",
-        lambda: Chosen(VALUES, torch.zeros(5, 4)).dense(LISTS),
+        lambda: ListBias(VALUES, torch.zeros(5, 4)).dense(LISTS),
     ),
     (
-        r"TypeError: bias is a Chosen of ranks.*bias.dense\(mask\)",
-        lambda: biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence"),
+        r"TypeError: bias is a ListBias of ranks.*bias.dense\(mask\)",
+        lambda: biases.require_dense_bias(ListBias(VALUES), "of ranks that share a sequence"),
     ),
 )
 
@@ -885,31 +889,34 @@ def test_mistakes(text: str, call: Callable[[], object]) -> None:
 
 # Errors, and the arguments that raise them in the place of lists and of no bias.
 MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("TypeError: mask is None and bias is a Chosen", {"mask": None, "bias": Chosen(VALUES)}),
-    ("TypeError: mask is a Tensor", {"mask": torch.ones(5, 6, dtype=torch.bool), "bias": Chosen(VALUES)}),
-    ("TypeError: bias.values is a NoneType", {"bias": Chosen(None)}),
-    ("TypeError: bias.values has dtype int64", {"bias": Chosen(VALUES.long())}),
-    (r"ValueError: .*entries of a list in \{4\}", {"bias": Chosen(VALUES[..., :3])}),
-    (r"ValueError: .*queries or lists in \{5\}", {"bias": Chosen(VALUES[:, :, :3])}),
-    (r"ValueError: .*queries or lists in \{3, 5\}", {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :4])}),
-    (r"ValueError: .*heads in \{1, 2\}", {"bias": Chosen(VALUES.expand(1, 3, 5, 4))}),
-    (r"ValueError: .*batch in \{1\}", {"bias": Chosen(VALUES.expand(3, 1, 5, 4))}),
-    ("ValueError: bias.values has shape", {"bias": Chosen(VALUES[0, 0, 0])}),
-    ("ValueError: bias.values has 2 batch dims", {"bias": Chosen(VALUES[None])}),
+    ("TypeError: mask is None and bias is a ListBias", {"mask": None, "bias": ListBias(VALUES)}),
+    ("TypeError: mask is a Tensor", {"mask": torch.ones(5, 6, dtype=torch.bool), "bias": ListBias(VALUES)}),
+    ("TypeError: bias.values is a NoneType", {"bias": ListBias(None)}),
+    ("TypeError: bias.values has dtype int64", {"bias": ListBias(VALUES.long())}),
+    (r"ValueError: .*entries of a list in \{4\}", {"bias": ListBias(VALUES[..., :3])}),
+    (r"ValueError: .*queries or lists in \{5\}", {"bias": ListBias(VALUES[:, :, :3])}),
+    (r"ValueError: .*queries or lists in \{3, 5\}", {"mask": BLOCKS, "bias": ListBias(VALUES[:, :, :4])}),
+    (r"ValueError: .*heads in \{1, 2\}", {"bias": ListBias(VALUES.expand(1, 3, 5, 4))}),
+    (r"ValueError: .*batch in \{1\}", {"bias": ListBias(VALUES.expand(3, 1, 5, 4))}),
+    ("ValueError: bias.values has shape", {"bias": ListBias(VALUES[0, 0, 0])}),
+    ("ValueError: bias.values has 2 batch dims", {"bias": ListBias(VALUES[None])}),
     (
         "ValueError: .*beside lists of blocks of 2 keys",
-        {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :3], torch.zeros(1, 6))},
+        {"mask": BLOCKS, "bias": ListBias(VALUES[:, :, :3], torch.zeros(1, 6))},
     ),
-    ("ValueError: bias.bias has shape", {"bias": Chosen(VALUES, torch.zeros(5, 7))}),
-    ("TypeError: bias.bias is a float", {"bias": Chosen(VALUES, 1.0)}),
-    ("TypeError: bias.bias has dtype int64", {"bias": Chosen(VALUES, torch.zeros(5, 6).long())}),
-    (r"ValueError: bias.bias has shape \(3, 5, 6\)", {"bias": Chosen(VALUES.expand(1, 2, 5, 4), torch.zeros(3, 5, 6))}),
-    ("ValueError: bias.values has 2 batch dims", {"bias": Chosen(VALUES[None], torch.zeros(5, 6))}),
+    ("ValueError: bias.bias has shape", {"bias": ListBias(VALUES, torch.zeros(5, 7))}),
+    ("TypeError: bias.bias is a float", {"bias": ListBias(VALUES, 1.0)}),
+    ("TypeError: bias.bias has dtype int64", {"bias": ListBias(VALUES, torch.zeros(5, 6).long())}),
+    (
+        r"ValueError: bias.bias has shape \(3, 5, 6\)",
+        {"bias": ListBias(VALUES.expand(1, 2, 5, 4), torch.zeros(3, 5, 6))},
+    ),
+    ("ValueError: bias.values has 2 batch dims", {"bias": ListBias(VALUES[None], torch.zeros(5, 6))}),
     ("ValueError: .*prepared for seqlen_q 4", {"mask": listed(INDEX[:, :, :4])}),
     ("ValueError: .*prepared for seqlen_k 7", {"mask": from_lists(INDEX, seqlen_k=7)}),
     ("ValueError: .*mask was prepared with is_causal=True", {"window_size": (2, -1)}),
     (r"ValueError: .*heads in \{1, 2\}", {"mask": listed(THREE_HEADS)}),
-    ("ValueError: bias.values is on meta", {"bias": Chosen(VALUES.to("meta"))}),
+    ("ValueError: bias.values is on meta", {"bias": ListBias(VALUES.to("meta"))}),
 )
 
 
@@ -917,7 +924,7 @@ MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_mistakes_of_calls(text: str, arguments: dict[str, Any]) -> None:
     q, k = torch.zeros(1, 5, 2, 8), torch.zeros(1, 6, 1, 8)
     arguments = {"mask": LISTS, **arguments}
-    error = refusal_of(lambda: attention(q, k, k, **arguments), lambda: attention(q, k, k, LISTS, Chosen(VALUES)))
+    error = refusal_of(lambda: attention(q, k, k, **arguments), lambda: attention(q, k, k, LISTS, ListBias(VALUES)))
     assert re.match(text, f"{type(error).__name__}: {error}")
     with pytest.raises(type(error), match=re.escape(str(error))):
         explain(q, k, k, **arguments)
@@ -928,7 +935,7 @@ MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ..
     (
         r"TypeError: .*PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)",
         (1, 5),
-        {"mask": LISTS, "sequences": Sequences.padded(torch.tensor([5]))},
+        {"mask": LISTS, "sequences": Sequences.padded(seqlens_k=torch.tensor([5]))},
     ),
     (r"ValueError: .*prepared beside sequences; it needs sequences=mask\.sequences", (1, 5), {"sequences": None}),
     ("ValueError: .*prepared for other Sequences than those of the call", (5,), {"sequences": copy.copy(TWO)}),
@@ -939,17 +946,17 @@ MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ..
         (5,),
         {"mask": listed(THREE_HEADS, sequences=TWO)},
     ),
-    (r"ValueError: .*batch in \{1\}", (5,), {"bias": Chosen(VALUES.expand(2, 1, 5, 4))}),
-    (r"ValueError: .*queries or lists in \{5\}", (5,), {"bias": Chosen(VALUES[:, :, :4])}),
+    (r"ValueError: .*batch in \{1\}", (5,), {"bias": ListBias(VALUES.expand(2, 1, 5, 4))}),
+    (r"ValueError: .*queries or lists in \{5\}", (5,), {"bias": ListBias(VALUES[:, :, :4])}),
     (
         r"ValueError: bias\.bias is set beside lists of sequences; it needs to be None",
         (5,),
-        {"bias": Chosen(VALUES, torch.zeros(5, 6))},
+        {"bias": ListBias(VALUES, torch.zeros(5, 6))},
     ),
     (
         r"ValueError: .*batch in \{1, 2\}",
         (2, 5),
-        {"mask": PADDED, "bias": Chosen(VALUES.expand(3, 1, 5, 4)), "sequences": SLOTS},
+        {"mask": PADDED, "bias": ListBias(VALUES.expand(3, 1, 5, 4)), "sequences": SLOTS},
     ),
     (
         r"TypeError: v is a NoneType; it needs to be a torch.Tensor .*\(k\[..., :n\]",
@@ -980,9 +987,9 @@ def test_a_block_may_be_longer_than_all(block: tuple[int, int], backend: str) ->
     results = []
     for size in (block, cut):
         made = from_lists(index, seqlen_q=70, seqlen_k=90, block_size=size, is_causal=True)
-        out = attention(q, k, k, made, Chosen(values), backend=backend)
+        out = attention(q, k, k, made, ListBias(values), backend=backend)
         best = from_topk_lists(scores, 1, seqlen_q=70, seqlen_k=90, block_size=size, is_causal=True)
         gradients = torch.autograd.grad(out.square().sum(), values)
-        results.append((made.dense(), best.dense(), Chosen(values).dense(made), out, *gradients))
+        results.append((made.dense(), best.dense(), ListBias(values).dense(made), out, *gradients))
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y)

@@ -74,7 +74,7 @@ def test_of_a_mask_beside_sequences_one_is_drawn(layout):
     if layout == "packed":
         sequences, rows = Sequences.packed(torch.tensor([0, 3, 3, 8]), max_seqlen_q=5), 8
     else:
-        sequences, rows = Sequences.padded(lengths, lengths), 5
+        sequences, rows = Sequences.padded(seqlens_q=lengths, seqlens_k=lengths), 5
     prepared = masks.PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=rows, seqlen_k=rows, is_causal=True)
     for number, n in ((0, 3), (2, 5)):
         for head in (0, 1):

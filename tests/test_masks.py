@@ -171,7 +171,7 @@ def test_combine_groups_heads_as_attention_does():
 def test_negative_lengths(name, argument, value):
     lengths = {"seqlen_q": 3, "seqlen_k": 3, argument: value}
     more = {"sliding_window_mask": {"window_size": (1, 1)}, "prefix_lm_mask": {"prefix_lengths": 0}}.get(name, {})
-    with pytest.raises(ValueError, match=rf"^{argument} is {value}; it needs to be >= 0\.$"):
+    with pytest.raises(ValueError, match=rf"^{argument} is {value}; it needs to be >= 0$"):
         getattr(masks, name)(**lengths, **more)
 
 
@@ -218,18 +218,18 @@ BAD_CALLS = [
     (lambda: masks.padding_mask([1], 2, side="top"), ValueError, r"side is 'top'; it needs to be 'right' or 'left'"),
     (lambda: masks.prefix_lm_mask(4, 3, 3), ValueError, r"prefix_lengths has a length of 4, longer .* at most 3"),
     (lambda: masks.prefix_lm_mask(-1, 3, 3), ValueError, r"prefix_lengths is -1; it needs to be >= 0"),
-    (lambda: masks.threshold_mask(torch.ones(2, dtype=torch.int64)), TypeError, r"scores has dtype torch\.int64"),
+    (lambda: masks.threshold_mask(torch.ones(2, dtype=torch.int64)), TypeError, r"scores has dtype int64"),
     (
         lambda: masks.combine(masks.PreparedMask.from_mask(torch.ones(2, 2).bool())),
         TypeError,
-        r"masks\[0\] is a TileMask; it needs to be a torch\.bool tensor; masks\[0\]\.unpacked\(\) is one",
+        r"masks\[0\] is a TileMask; it needs to be a bool torch.Tensor; masks\[0\]\.unpacked\(\) is one",
     ),
     (
         lambda: masks.combine(torch.ones(2, 2)),
         TypeError,
         r"masks\[0\] has dtype torch\.float32.* pass masks\[0\] != 0",
     ),
-    (lambda: masks.combine([True]), TypeError, r"masks\[0\] is a list; it needs to be a torch\.bool tensor"),
+    (lambda: masks.combine([True]), TypeError, r"masks\[0\] is a list; it needs to be a bool torch.Tensor"),
     (lambda: masks.combine(random_mask(1, 1, 1, 1, 1)), ValueError, r"masks\[0\] has shape.* at most 4 dims"),
     (lambda: masks.combine(random_mask(3), None, random_mask(4)), ValueError, r"masks\[2\] has seqlen_k = 4 .* has 3"),
     (lambda: masks.combine(random_mask(4, 1, 1), random_mask(6, 1, 1)), ValueError, r"masks\[0\] has 4 heads .* 6"),

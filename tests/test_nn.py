@@ -400,9 +400,9 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("attention_mask is a list; it needs to be a bool or", layer_call(make_x(), attention_mask=[[1]])),
         ("attention_mask has dtype float32; it needs", layer_call(make_x(), attention_mask=torch.zeros(2, LENGTH))),
         ("cache is a list; it needs to be a KVCache", layer_call(make_x(), cache=[])),
-        ("k is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(None, NEW, None)),
-        ("v is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(NEW, None, None)),
-        ("k has dtype int64; it needs floats", lambda: KVCache().append(NEW.long(), NEW, None)),
+        ("k is a NoneType; it needs to be a floating-point torch.Tensor", lambda: KVCache().append(None, NEW, None)),
+        ("v is a NoneType; it needs to be a floating-point torch.Tensor", lambda: KVCache().append(NEW, None, None)),
+        ("k has dtype int64; it needs a floating-point dtype", lambda: KVCache().append(NEW.long(), NEW, None)),
         ("length is True (bool); it needs to be an int", lambda: KVCache().truncate(True)),
     ],
     RuntimeError: [
@@ -447,7 +447,7 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
         (
             "sequences are padded; they need to be packed (pass attention_mask for padding;",
-            layer_call(ROWS, sequences=Sequences.padded(torch.tensor([1, 1]))),
+            layer_call(ROWS, sequences=Sequences.padded(seqlens_k=torch.tensor([1, 1]))),
         ),
         (
             "sequences are paged; they need to be packed (pass attention_mask for padding; examples/paged_decoding.py",

@@ -189,7 +189,7 @@ def attended(mask: Any = None, tokens: int = 8, **flags: Any) -> None:
 
 
 PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=5)
-PADDED = Sequences.padded(torch.tensor([8, 5]))
+PADDED = Sequences.padded(seqlens_k=torch.tensor([8, 5]))
 PAGED = Sequences.paged(torch.tensor([[0, 2], [1, 3]]), torch.tensor([5, 8]))
 
 

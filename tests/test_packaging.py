@@ -183,7 +183,7 @@ def test_checkout_works_from_its_root() -> None:
 
 
 @builds
-@pytest.mark.parametrize("mode", ["lenient", "strict"])
+@pytest.mark.parametrize("mode", ["compat", "lenient", "strict"])
 def test_editable_install_works_from_elsewhere(mode: str, checkout: Path, tmp_path: Path) -> None:
     code = f"from setuptools import build_meta as b; b.build_editable({str(tmp_path)!r}, {{'editable_mode': {mode!r}}})"
     run(sys.executable, "-c", code, cwd=checkout)
@@ -191,6 +191,9 @@ def test_editable_install_works_from_elsewhere(mode: str, checkout: Path, tmp_pa
     site = tmp_path / "site"
     with zipfile.ZipFile(editable) as archive:
         archive.extractall(site)
+    if mode == "compat":  # as `make` installs it: type checkers read folders of a .pth, and run no hook of imports
+        (path,) = site.glob("*.pth")
+        assert Path(path.read_text().strip(), "flash_dmattn", "py.typed").is_file()
     # -S leaves out every .pth of this interpreter: an editable install that it has must not answer instead.
     packages = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     code = CALL.format(setup=f"site.addsitedir({str(site)!r}); sys.path += {packages}", place=str(checkout))

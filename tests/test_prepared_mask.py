@@ -295,7 +295,7 @@ def test_a_function_of_flex_attention_is_not_asked_about_no_pairs(seqlen_q, seql
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([True],), TypeError, "mask is a list; it needs to be a torch.bool tensor"),
+        (([True],), TypeError, "mask is a list; it needs to be a bool torch.Tensor"),
         ((torch.ones(2, 2),), TypeError, "mask has dtype torch.float32; it needs to be torch.bool"),
         ((torch.ones(4, dtype=torch.bool),), ValueError, r"mask has shape \(4,\).*pass mask\[None\]"),
         ((torch.ones(1, 4, dtype=torch.bool),), ValueError, "one row for all; seqlen_q is None"),
@@ -372,18 +372,20 @@ def test_each_field_alone_changes_what_calls_are_told_apart_by(kind, field):
     mask = KINDS[kind]
     value = getattr(mask, field)
     if field == "sequences":  # which every call compares with its own
-        assert dataclasses.replace(mask, sequences=copy.copy(TOGETHER)).call_key == mask.call_key
+        assert dataclasses.replace(mask, sequences=copy.copy(TOGETHER))._call_key == mask._call_key
         return
     others = tensor_changes(value, has_gradient=False).values() if isinstance(value, torch.Tensor) else [another(value)]
     for other in others:
-        check_told_apart(mask.call_key, dataclasses.replace(mask, **{field: other}).call_key)
+        check_told_apart(mask._call_key, dataclasses.replace(mask, **{field: other})._call_key)
 
 
 def test_every_kind_of_prepared_mask_is_told_apart():
     assert {kind.__name__ for kind in PreparedMask._classes.values()} == set(KINDS)
-    assert len({mask.call_key for mask in KINDS.values()}) == len(KINDS)
-    assert PreparedMask.from_mask(~ALLOWED, is_causal=True).call_key == KINDS["TileMask"].call_key  # whatever it allows
-    assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask.call_key).values())
+    assert len({mask._call_key for mask in KINDS.values()}) == len(KINDS)
+    assert (
+        PreparedMask.from_mask(~ALLOWED, is_causal=True)._call_key == KINDS["TileMask"]._call_key
+    )  # whatever it allows
+    assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask._call_key).values())
 
 
 MAPPED: dict[str, Callable[[Tensor], PreparedMask]] = {

@@ -179,7 +179,7 @@ def test_triton_counts_values_in_32_bits() -> None:
 
 def test_flex_refuses_what_it_does_not_read() -> None:
     q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 16))
-    sequences = Sequences.padded(torch.tensor([8, 3]))
+    sequences = Sequences.padded(seqlens_k=torch.tensor([8, 3]))
     for options, code in (
         ({"bias": Band(torch.ones(4, 5, 9), 4)}, "band_bias"),
         ({"bias": Relative(torch.ones(4, 9), 4, "clamp"), "sequences": sequences}, "relative_sequences"),
@@ -364,7 +364,7 @@ WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
 # Errors of builders, and the calls that raise them.
 WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
     (lambda: biases.t5(None), TypeError, "weight is a NoneType; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
-    (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs to be a floating"),
+    (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs a floating"),
     (lambda: biases.t5(torch.ones(32, 2), is_bidirectional=1), TypeError, "is_bidirectional is 1; it needs to be"),  # type: ignore[arg-type]
     (lambda: biases.t5(torch.ones(32)), ValueError, "weight has shape (32,); it needs (buckets, heads), 4 buckets"),
     (lambda: biases.t5(torch.ones(33, 2)), ValueError, "weight has 33 buckets; with is_bidirectional it needs an even"),

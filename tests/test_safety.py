@@ -19,7 +19,7 @@ from cases import DEVICE
 from gpu_calls import Products
 
 import flash_dmattn
-from flash_dmattn.biases import Chosen, Relative
+from flash_dmattn.biases import ListBias, Relative
 from flash_dmattn.call import plans
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.remembered import Remembered
@@ -312,7 +312,7 @@ def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
     elif kind == "lists":
         index = torch.randint(600, (2, 1, 600, 16), device=DEVICE)
         leaves.append(torch.randn(index.shape, device=DEVICE, requires_grad=True))
-        call |= {"mask": PreparedMask.from_lists(index, seqlen_k=600), "bias": Chosen(leaves[3])}
+        call |= {"mask": PreparedMask.from_lists(index, seqlen_k=600), "bias": ListBias(leaves[3])}
     elif kind == "biases by distance":
         leaves.append(torch.randn(4, 129, device=DEVICE, dtype=dtype, requires_grad=True))
         call["bias"] = Relative(leaves[3], zero=64, outside="clamp")

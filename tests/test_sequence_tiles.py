@@ -245,13 +245,13 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: window_size is (3, -1), but mask was prepared with": lambda: attention(
         Q, Q, Q, tiles_of(), window_size=(3, -1), sequences=EDGES
     ),
-    "ValueError: seqlen_q is None; beside sequences it needs to be q.shape[-3].": lambda: tiles_of(seqlen_q=None),
+    "ValueError: seqlen_q is None; beside sequences it needs to be q.shape[-3]": lambda: tiles_of(seqlen_q=None),
     (
         "ValueError: seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1]"
-        " * page_size."
+        " * page_size"
     ): lambda: tiles_of(seqlen_k=None),
-    "ValueError: reorder is True; beside sequences it needs to be None.": lambda: tiles_of(reorder=True),
-    "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences.": lambda: tiles_of(
+    "ValueError: reorder is True; beside sequences it needs to be None": lambda: tiles_of(reorder=True),
+    "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences": lambda: tiles_of(
         sequences=torch.tensor([0, 3, 8])
     ),
     (
@@ -259,13 +259,13 @@ BAD: dict[str, Callable[[], Any]] = {
         "needs queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}"
     ): lambda: tiles_of(MASK[:, :4]),
     "TypeError: mask has dtype torch.int32; it needs to be torch.bool": lambda: tiles_of(MASK.int()),
-    f"ValueError: mask is on meta; it needs to be where sequences are, on {EDGES.device}.": lambda: tiles_of(
+    f"ValueError: mask is on meta; it needs to be on the device of sequences, {EDGES.device}": lambda: tiles_of(
         MASK.to("meta")
     ),
-    "ValueError: flat has shape (1, 8, 5); it needs to be (pairs,) or (heads, pairs).": lambda: (
-        PreparedMask.from_ragged(MASK, EDGES, seqlen_q=8, seqlen_k=8)
+    "ValueError: flat has shape (1, 8, 5); it needs to be (pairs,) or (heads, pairs)": lambda: PreparedMask.from_ragged(
+        MASK, EDGES, seqlen_q=8, seqlen_k=8
     ),
-    f"ValueError: flat is on meta; it needs to be where sequences are, on {EDGES.device}.": lambda: (
+    f"ValueError: flat is on meta; it needs to be on the device of sequences, {EDGES.device}": lambda: (
         PreparedMask.from_ragged(torch.ones(34, device="meta") > 0, EDGES, seqlen_q=8, seqlen_k=8)
     ),
     "TypeError: flat has dtype torch.float32; it needs to be torch.bool": lambda: PreparedMask.from_ragged(
@@ -273,7 +273,7 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
 }
 if DEVICE == "cpu":  # elsewhere nobody waits to count them
-    pairs = "ValueError: flat has 33 pairs; it needs 34, queries times keys of sequences."
+    pairs = "ValueError: flat has 33 pairs; it needs 34, queries times keys of sequences"
     BAD[pairs] = lambda: PreparedMask.from_ragged(torch.ones(33) > 0, EDGES, seqlen_q=8, seqlen_k=8)
 
 

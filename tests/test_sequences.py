@@ -214,7 +214,7 @@ def fake_packed(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 def fake_padded(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     rows = torch.zeros(2, 5, 4, 16, **LEAF), *(torch.zeros(2, 9, 2, 16, **LEAF) for _ in range(2))
-    return (*rows, torch.ones(2, 1, 5, 9, dtype=torch.bool)), {"sequences": Sequences.padded(edges[1:])}
+    return (*rows, torch.ones(2, 1, 5, 9, dtype=torch.bool)), {"sequences": Sequences.padded(seqlens_k=edges[1:])}
 
 
 def fake_paged(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -303,7 +303,7 @@ def every_layout(dtype: torch.dtype) -> dict[str, Sequences]:
     table = torch.tensor([[0, 1], [2, 3]], dtype=dtype)
     return {
         "packed": Sequences.packed(edges, edges.clone(), seqlens_q=lengths, seqlens_k=lengths.clone()),
-        "padded": Sequences.padded(lengths, lengths.clone()),
+        "padded": Sequences.padded(seqlens_q=lengths.clone(), seqlens_k=lengths),
         "paged": Sequences.paged(table, lengths),
         "paged_packed": Sequences.paged(table, lengths, cu_seqlens_q=edges),
     }
@@ -442,7 +442,7 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     "ValueError: cu_seqlens_q ends with 8; q has 7 tokens": lambda: attention(X[:7], X[:7], X[:7], sequences=TWO),
     "ValueError: seqlens_k is 6 for sequence 1; it needs at least 0, and at most the 5 of its slot": lambda: attention(
-        ONE_Q, CACHE, CACHE, sequences=Sequences.padded(cu(5, 6))
+        ONE_Q, CACHE, CACHE, sequences=Sequences.padded(seqlens_k=cu(5, 6))
     ),
     "ValueError: block_table names page 3 for sequence 0; k has 3 pages": lambda: attention(
         ONE_Q, POOL, POOL, sequences=paged([[0, 3], [1, 9]], [5, 4])
@@ -455,7 +455,7 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     "ValueError: v has 4 dimensions": lambda: attention(X, X, X[None], sequences=TWO),
     "ValueError: q has 1 entries; it needs one for each sequence, 2": lambda: attention(
-        CACHE[:1], CACHE[:1], CACHE[:1], sequences=Sequences.padded(cu(5, 5))
+        CACHE[:1], CACHE[:1], CACHE[:1], sequences=Sequences.padded(seqlens_k=cu(5, 5))
     ),
     "ValueError: return_probs is True; calls with sequences have no tensor of all": lambda: attention(
         X, X, X, sequences=TWO, return_probs=True
@@ -469,7 +469,9 @@ BAD: dict[str, Callable[[], Any]] = {
     (
         "ValueError: bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, "
         "(sequences, heads, max_seqlen_q, max_seqlen_k)"
-    ): lambda: attention(CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(cu(5, 5))),
+    ): lambda: attention(
+        CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(seqlens_k=cu(5, 5))
+    ),
     (
         "ValueError: bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it "
         "needs sequences in {1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}"

@@ -334,9 +334,13 @@ def test_transforms() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"x": [0.0]}, TypeError, "x is a list; it needs to be a torch.Tensor"),
-        ({"x": torch.ones(2, dtype=torch.bool)}, TypeError, "x has dtype bool; it needs a float dtype; a bool mask"),
-        ({"x": torch.ones(2, dtype=torch.int64)}, TypeError, "x has dtype int64; it needs a float dtype$"),
+        ({"x": [0.0]}, TypeError, "x is a list; it needs to be a floating-point torch.Tensor"),
+        (
+            {"x": torch.ones(2, dtype=torch.bool)},
+            TypeError,
+            "x has dtype bool; it needs a floating-point dtype; a bool mask",
+        ),
+        ({"x": torch.ones(2, dtype=torch.int64)}, TypeError, "x has dtype int64; it needs a floating-point dtype$"),
         ({"x": torch.ones(())}, ValueError, r"x has shape \(\); it needs at least one dim"),
         ({"x": torch.ones(2).to_sparse()}, TypeError, "x has layout torch.sparse_coo"),
         ({"below": 0.0}, ValueError, "below is 0.0; it needs to be negative"),

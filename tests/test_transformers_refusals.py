@@ -121,7 +121,7 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(*tensors: Any, heads_first: bool) -> Any:
         layer = prepare_call(*tensors, heads_first=heads_first)
-        arrived.append(layer.numbers.deterministic)
+        arrived.append(layer.raw_flags.deterministic)
         return layer
 
     monkeypatch.setattr(attention_function, "prepare_call", watched)

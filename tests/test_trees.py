@@ -86,7 +86,7 @@ def test_explain_tells_of_trees() -> None:
     assert all("tree" in refused[name] for name in ("cuda", "flex")) and explanation.forward == "eager"
     assert all("tree" not in refused[name] for name in ("triton", "eager", "reference"))
     assert not any("unpacks" in note for v in explanation.verdicts for note in v.notes)
-    padded = Sequences.padded(torch.tensor([5]))
+    padded = Sequences.padded(seqlens_k=torch.tensor([5]))
     x = torch.zeros(1, 5, 2, 16, requires_grad=True)
     explanation = flash_dmattn.explain(x, x, x, PreparedMask.from_tree(torch.ones(1, 5, 5) > 0), sequences=padded)
     verdict = next(v for v in explanation.verdicts if v.backend == "triton")
@@ -101,7 +101,7 @@ CU = torch.tensor([0, 3, 6])
 from_tree = PreparedMask.from_tree
 # The error that each call raises.
 BAD: dict[str, Callable[[], Any]] = {
-    "TypeError: tree is a list; it needs to be a torch.bool tensor": lambda: from_tree([[True]]),
+    "TypeError: tree is a list; it needs to be a bool torch.Tensor": lambda: from_tree([[True]]),
     "TypeError: tree has dtype torch.float32; it needs to be": lambda: from_tree(torch.ones(1, 2, 2)),
     "ValueError: tree has shape (2, 2); it needs to be (sequences or 1, new tokens, new tokens)": lambda: from_tree(
         torch.ones(2, 2) > 0

@@ -19,7 +19,7 @@ import flash_dmattn
 from flash_dmattn import attention, biases, masks, nn
 from flash_dmattn.api import Options
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
-from flash_dmattn.distributed.api import Options as ParallelOptions
+from flash_dmattn.distributed.api import ParallelOptions
 from flash_dmattn.explanation import Explanation
 
 Results = tuple[Tensor, ...]
@@ -63,6 +63,24 @@ def test_a_wrong_keyword_is_an_error_for_mypy_too() -> None:
         flash_dmattn.explain(Q, Q, Q, causal=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="is_causal is 1"):
         attention(Q, Q, Q, is_causal=1)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="did you mean 'cuda'"):
+        attention(Q, Q, Q, backend="cudaa")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="did you mean 'eager'"):
+        flash_dmattn.config.set(backend=("triton", "eagre"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="did you mean 'sdpa'"):
+        nn.PairBiasAttention(8, 4, 2, backend="spda")(torch.randn(1, 6, 8), torch.randn(1, 6, 6, 4))  # type: ignore[arg-type]
+
+
+def test_a_backend_that_a_program_registers_has_a_name_for_mypy() -> None:
+    name = flash_dmattn.register_backend(
+        flash_dmattn.Backend("mine", lambda problem: lambda inputs: (inputs.q, inputs.q))
+    )
+    try:
+        assert_type(attention(Q, Q, Q, backend=name), Tensor)
+        pair: flash_dmattn.BackendChoice = (name, "eager")
+        assert pair == ("mine", "eager")
+    finally:
+        flash_dmattn.unregister_backend(name)
 
 
 def test_what_else_a_user_has_a_type_of() -> None:

@@ -13,7 +13,7 @@ import torch
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Direction
-from flash_dmattn.dispatch.config import BackendChoice
+from flash_dmattn.dispatch.config import parse_choice
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import AttentionProblem, device_arch
 
@@ -72,11 +72,11 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
         passed, is_causal = inputs.lists, False
     elif mode.prepared and mask is not None:
         passed = masks.PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
-    choice: BackendChoice = name
+    choice = parse_choice(name)
     if name in PAIRED and q.requires_grad:
         problem = flash_dmattn.explain(q, k, v, passed, bias, is_causal=is_causal).problem
         if not BACKENDS[name].accepts(problem, "backward"):
-            choice = (name, PAIRED[name])
+            choice = parse_choice(f"{name},{PAIRED[name]}")
     returns = mode.with_lse
 
     def results() -> tuple[torch.Tensor, ...]:
@@ -95,7 +95,7 @@ def layers(name: str, case: Case, biases: Sequence[torch.Tensor]) -> list[Attend
     """`flash_dmattn.attention` with the mask of each layer as intervals, made of its bias: nothing of (L, L)."""
     assert case.mask is not None and case.mask.kind == "topk"
     backends = needs(name, case, biases[0].device).backends
-    choice: BackendChoice = name if len(set(backends)) == 1 else (backends[0], backends[-1])
+    choice = parse_choice(name if len(set(backends)) == 1 else f"{backends[0]},{backends[-1]}")
     kept = min(case.mask.size, case.seqlen)
     prepared = [masks.PreparedMask.from_topk(bias, kept, is_causal=True, seqlen_q=case.seqlen_q) for bias in biases]
 

@@ -108,15 +108,15 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
 
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
+    """Compute the gradients as differentiable PyTorch, whose gradient is the second derivative of attention."""
     numbers, dropout, tensors = formula_numbers(problem), dropout_of(problem, x), (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
         own = for_sequences(problem, x)
         return loop.gradients(batch_of(problem, x), *tensors, *own, x.sink, dropout, **numbers)
-    mask, bias, own_gradient = for_formula(problem, x)
+    mask, bias, to_list_values = for_formula(problem, x)
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
     if dbias is not None and x.bias is not None:  # summed to the bias as the call has it
-        dbias = formula.sum_entries(own_gradient(dbias), x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
+        dbias = formula.sum_entries(to_list_values(dbias), x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
     return dq, dk, dv, dbias, *dsink
 
 
@@ -125,7 +125,7 @@ BACKEND = Backend(
     plan_forward=_plan_forward,
     plan_backward=_plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"},
     notes=lambda p: (
         ("returns only shapes, strides and dtypes: meta tensors hold no values",) if p.device == "meta" else ()
     ),

@@ -37,9 +37,9 @@ FEW_HEADS = 8
 def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
     """Choose one form for both passes of a call, so that its mask is packed once.
 
-    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note` says
-    so. Lists stay what they are: a pass that walks tiles makes tiles of them for itself, because a second derivative
-    could not read these.
+    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note`
+    reports so. Lists are never converted here: a pass that walks tiles makes tiles of them for itself, because a second
+    derivative can read lists, and cannot read the tiles.
     """
     if problem.mask_form == "lists":
         return MaskChoice("lists")
@@ -52,7 +52,7 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
 def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
     form = problem.mask_form
     if form == "lists" and not all(form in each.mask_forms for each, _ in passes):
-        return MaskChoice("intervals")  # of backends that walk tiles, and take lists of whole tiles alone
+        return MaskChoice("intervals")  # a backend that walks tiles accepts lists only if their blocks are tiles
     if form in ("none", "tree", "lists") or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
@@ -123,7 +123,7 @@ def view_of(
 
 
 def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
-    """Return what `view_of` does with the masks of a class of unwatched calls; None if it has to be asked each time."""
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call."""
     if problem.mask_form == choice.form:
         return (lambda mask: MaskView("dense", (mask,))) if choice.form == "dense" else (lambda mask: mask.view)
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
@@ -168,7 +168,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
         def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
             out, lse = run(inputs.in_rows(arrival))
-            # In place, because users may write to an output of an autograd function only if it is no view.
+            # In place: a view would forbid users to write to the results of an autograd function.
             return out.squeeze_(0), lse.squeeze_(0)
 
         return forward
@@ -180,7 +180,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
 
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
-    """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
+    """Return the backward pass, with the same conversions; gradients have the layout in which q, k and v arrived."""
     run = _plan_backward(backend, problem)
     if problem.bias_tensor is None or backend.wide_lse:
         return run
@@ -223,7 +223,7 @@ def tangents_of(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
 
 
 def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
-    """Return the gradients of a call in forward mode, with the same conversions; they lie as q, k and v arrived."""
+    """Return the gradients of a call in forward mode, converted alike, in the layout in which q, k and v arrived."""
     assert backend.plan_tangent_gradients is not None
     arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
     run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)

@@ -22,7 +22,7 @@ Direction = Literal["forward", "backward", "tangents"]
 _HINTS = {
     **dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes"),
     "lists": "PreparedMask.from_mask(mask.dense()) has a bit for each pair, which it may take",
-    "chosen_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
+    "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
 # forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
         says: the reason for a refusal, with the values of this call.
         hint: how to change the call.
         passes: the passes that it binds; a backend may accept a forward pass and refuse the backward pass.
-        calls: the calls that it binds, without sequences ("dense"), with them, or both. `holds` is not asked of others.
+        calls: the calls that it binds, without sequences ("dense"), with them, or both. `holds` gets only these.
         example: a call that breaks this rule and no other of the backend. Tests and docs/support.md use it. It has
             arguments of `explanation.explain_problem`, whose q is (2, 4096, 16, 64) if left out, and fields of its
             problem.
@@ -92,7 +92,7 @@ class Reason(NamedTuple):
 class Availability(NamedTuple):
     """The result of `probe()`: usable, or why not, and the exception that showed it.
 
-    `reason` and `hint` are a line each; `details` is a longer text for a user who asked for this backend by name.
+    `reason` and `hint` are a line each; `details` is a longer text for a user who named this backend.
     """
 
     usable: bool
@@ -103,7 +103,7 @@ class Availability(NamedTuple):
 
 
 class Probe:
-    """A `probe` of a `Backend` that loads what the backend needs once, for all threads; its result is reused."""
+    """A `probe` of a `Backend` that imports what the backend needs once, for all threads; its result is reused."""
 
     def __init__(self, load: Callable[[], Availability]) -> None:
         self.load = load
@@ -142,16 +142,16 @@ class Backend:
             raises.
         notes: lines that `explain` shows for a call that it accepts, for example about copies.
         mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask in another form is converted before
-            a pass. A backend that lists "keys" loads single keys.
+            a pass. A backend that lists "keys" reads single keys.
         reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask as it is. If
-            both passes of a call are, its mask is not packed.
-        reads_as_arrived: whether a pass takes q, k and v as `arrival` of the problem says, in head-first layout
+            that holds of both passes of a call, its mask is not packed.
+        reads_as_arrived: whether a pass takes q, k and v in the layout `arrival` of the problem, head-first
             (B, H, L, D) or as tokens (T, H, D), and returns their gradients in it. The results of tokens then are
             (T, Hq, Dv) and (Hq, T). Other passes get views (B, L, H, D).
         repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
-            as `mask_repeat` and `bias_repeat` of `Flags` say.
-        refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
-            accepts it.
+            as `mask_repeat` and `bias_repeat` of `Flags` tell.
+        refuses_entries: for a backend without `repeats_entries`: why a pass refuses a mask or a bias that some entries
+            share; empty if it accepts it.
         wide_lse: whether the lse of calls with a bias is float64 between its passes. Next to a bias of -1e9, float32
             cannot hold the log of the sum; `attention` returns float32 all the same. Where log(sum) would vanish even
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
@@ -197,7 +197,7 @@ class Backend:
 
     @property
     def is_fallback(self) -> bool:
-        """Return whether auto takes it only if no other backend serves a call, and then warns on an accelerator."""
+        """Return whether auto takes it only if no other backend accepts a call, and then warns on an accelerator."""
         return self.workspace_bytes is not None
 
     def widens(self, bias: Tensor | None) -> bool:
@@ -205,13 +205,13 @@ class Backend:
         return self.wide_lse and bias is not None
 
     def accepts(self, problem: AttentionProblem, direction: Direction) -> bool:
-        """Return whether it serves one pass of a call: the fast form of `broken_rules`."""
+        """Return whether it accepts one pass of a call: the fast form of `broken_rules`."""
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
         return problem.features <= self.features and all_hold(self.rules, problem, direction)
 
     def serves_tangents(self, problem: AttentionProblem) -> bool:
-        """Return whether it serves the forward pass of a call in forward mode."""
+        """Return whether it accepts the forward pass of a call in forward mode."""
         is_able = self.plan_tangents is not None and all_hold(self.rules, problem, "tangents")
         return is_able and self.accepts(problem, "forward")
 

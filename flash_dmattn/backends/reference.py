@@ -6,7 +6,7 @@ It also converts calls for `flash_dmattn.reference`, which the other backends in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,29 +52,35 @@ def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
     return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
 
 
-def for_formula(
-    problem: AttentionProblem, x: Inputs
-) -> tuple[Tensor | None, AnyBias | None, Callable[[Tensor], Tensor]]:
-    """Return the bool mask of a call without sequences, and its bias, both for the whole batch; differentiable.
+class FormulaOperands(NamedTuple):
+    """The bool mask of a call without sequences, and its bias, both for the whole batch; differentiable.
 
-    The function that comes with them takes the gradient of that bias to the gradient of the values of lists.
+    `to_list_values` takes the gradient of that bias to the gradient of the values of lists, where the call has these.
     """
+
+    mask: Tensor | None
+    bias: AnyBias | None
+    to_list_values: Callable[[Tensor], Tensor] = lambda dbias: dbias
+
+
+def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
+    """Return the mask and the bias of a call without sequences, as the formula takes them."""
     flags = problem.flags
     if x.mask.form != "lists":
-        return *whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)), lambda dbias: dbias
+        return FormulaOperands(*whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)))
     lists, bias = lists_of(problem, x), x.bias
     slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
     if bias is None or not flags.chosen:
-        return *whole_batch(problem, slots >= 0, bias_of(problem, x)), lambda dbias: dbias
+        return FormulaOperands(*whole_batch(problem, slots >= 0, bias_of(problem, x)))
     wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(x.q)))  # its gradient is rounded once
     slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
     values = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
     made = dense_bias(values, slots, lists.block_q)
-    return slots >= 0, made, lambda dbias: value_gradient(dbias, values, slots, lists.block_q)
+    return FormulaOperands(slots >= 0, made, lambda dbias: value_gradient(dbias, values, slots, lists.block_q))
 
 
 def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
-    """Return the bias of a call, whose values for entries of lists have the lists beside them."""
+    """Return the bias of a call, with the lists if it has values for entries of lists."""
     if inputs.bias is not None and problem.flags.chosen:
         return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
     return bias_of(problem, inputs)

@@ -1,11 +1,12 @@
 """Checkpointed regions are recomputed under the settings of their forward pass.
 
 `torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass has a
-thread of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch puts hooks on saved
-tensors around a region. They hold its frame, and the frame holds the function that is run again.
+thread of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch sets hooks for saved
+tensors while it runs a region. A hook refers to a `_CheckpointFrame` of torch, and the frame has the function that is
+run again; this module replaces that function by one that restores the settings.
 
-All private names of torch for this stand here. Where one is missing, regions are recomputed under the settings of the
-place and thread that recompute them.
+This module has all private names of torch for it. If a release lacks one, regions are recomputed under the settings of
+the thread that recomputes them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _is_enabled: Callable[[], bool] = getattr(_autograd, "_saved_tensors_hooks_is_en
 
 
 def follow_checkpoints() -> None:
-    """Let the checkpointed regions around this place be recomputed under what is in force now.
+    """Let the checkpointed regions that run now be recomputed with the config that is active now.
 
     It has to run before anything in a region changes or reads settings: every call and every `with` block runs it.
     """

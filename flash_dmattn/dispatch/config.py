@@ -15,21 +15,26 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NewType, cast, get_args
 
-BackendChoice = str | tuple[str, str]
+BuiltInBackend = Literal["cuda", "triton", "flex", "sdpa", "eager", "reference"]
+# `register_backend` returns one, so that type checkers know the name of a backend that a program adds.
+RegisteredBackend = NewType("RegisteredBackend", str)
+BackendName = BuiltInBackend | RegisteredBackend
+BackendChoice = Literal["auto"] | BackendName | tuple[BackendName, BackendName]
 Fallback = Literal["warn", "silent", "error"]
 Rules = Literal["built-in", "profile"]
 
 # In the order in which "auto" prefers them.
-BUILT_IN = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
+BUILT_IN: tuple[str, ...] = get_args(BuiltInBackend)
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 
 # The default of an argument that may be left out. It is not None, because passing None is an error.
 _LEFT_OUT: Any = ...
 
-# `registry` and `checkpoints`, which need torch, put their functions of these names here when they are imported.
+# Hooks, because this module may not import torch: `registry` and `checkpoints` need it, and replace these two functions
+# by their own when they are imported.
 check_name: Callable[[str], object] = lambda name: None
 follow_checkpoints: Callable[[], None] = lambda: None
 
@@ -85,9 +90,9 @@ def parse_choice(text: str, source: str = "backend") -> BackendChoice:
     """Read "name" or "forward,backward", as environment variables and the command line give it."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) == 1:
-        return names[0]
+        return cast(BackendName, names[0])
     if len(names) == 2:
-        return names[0], names[1]
+        return cast(BackendName, names[0]), cast(BackendName, names[1])
     raise ValueError(f"{source} is {text!r}; it needs to be one name, or forward and backward as 'name,name'")
 
 
@@ -244,7 +249,7 @@ class Block:
         blocks.now = _in_force((*blocks.now.entered, self))
 
     def __exit__(self, *error: object) -> None:
-        """End the innermost entry of this block; all others stay in force, also the ones that began later."""
+        """End the innermost entry of this block; other entries stay in force, also later ones."""
         entered = blocks.now.entered
         for index in range(len(entered) - 1, -1, -1):
             if entered[index] is self:
@@ -268,7 +273,7 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
 
 
 class config(Block):
-    """Choose or switch off backends, say what a fallback does and record decisions, for the calls in a `with` block.
+    """Choose or switch off backends, set what a fallback does and record decisions, for the calls in a `with` block.
 
     It also decorates a function, for the calls in it.
 
@@ -282,7 +287,7 @@ class config(Block):
         disabled: a name or a tuple of names to switch off, even for calls that name them. Backends that are already off
             stay off.
         fallback: the policy if only eager PyTorch has a call of "auto" on an accelerator, its tangents or its second
-            derivative. "warn" is the default and warns once per cause. "silent" says nothing. "error" raises
+            derivative. "warn" is the default and warns once per cause. "silent" reports nothing. "error" raises
             `BackendUnsupportedError`.
         record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` the calls
             that run do so: one for many that `torch.vmap` maps, or two where tangents are computed behind out.
@@ -337,7 +342,7 @@ class config(Block):
         record: list[Decision] = _LEFT_OUT,
         **unknown: object,
     ) -> None:
-        """Change the settings of the process, which hold where no block says otherwise.
+        """Change the settings of the process, which hold where no block has others.
 
         An argument that is left out keeps its setting.
 

@@ -1,7 +1,10 @@
 """Find the fastest kernels that pack masks and write to caches on a GPU.
 
-Masks are packed by the CUDA extension on Hopper, by Triton on others and where they have one row or sequences. Caches
-are written by Triton on NVIDIA GPUs. PyTorch does both elsewhere.
+| | Hopper | other GPUs | elsewhere |
+| --- | --- | --- | --- |
+| masks with a row for each query | CUDA extension | Triton | PyTorch |
+| masks with one row, or for sequences | Triton | Triton | PyTorch |
+| caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .registry import works
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
-    """Tell whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
+    """Return whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
     return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view, tangent_gradients_of, tangents_of
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
-from ..problem.inputs import Parts, Saved, in_rows, parts_of
+from ..problem.inputs import Saved, SavedLayout, in_rows, saved_layout_of
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice, Fallback
@@ -30,13 +30,13 @@ class Plan:
 
     Attributes:
         described: the problem as validation describes it.
-        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v lie as they
-            arrive.
+        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v have the
+            layout in which they arrive.
         forward, backward: the backend of each pass. backward is None if no gradient is needed, or if PyTorch
             differentiates the forward pass.
         requested: the choice in force: "auto", a name or a pair.
         choice: the form of the mask that both passes read.
-        parts: how the tensors of a call become `Inputs`.
+        saved_layout: how the tensors of a call become `Inputs`.
         is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         fallback: the policy of the block around the call, for derivatives that another thread computes; None without
@@ -54,7 +54,7 @@ class Plan:
     backward: Backend | None
     requested: BackendChoice
     choice: MaskChoice
-    parts: Parts
+    saved_layout: SavedLayout
     is_differentiable: bool = False
     falls_back: bool = False
     fallback: Fallback | None = None
@@ -62,9 +62,6 @@ class Plan:
     run_backward: Backward | None = None
     view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
-
-    def _replace(self, **changes: Any) -> Plan:
-        return replace(self, **changes)
 
     def lies_as_planned(self, saved: Saved) -> bool:
         """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
@@ -98,7 +95,7 @@ def make_plan(
     choice = choose_form(described, forward, backward)
     p = described._replace(mask_form=choice.form, arrival=arrival)
     is_differentiable = forward.is_differentiable
-    plan = Plan(described, p, forward, backward, requested, choice, parts_of(p), is_differentiable, falls_back)
+    plan = Plan(described, p, forward, backward, requested, choice, saved_layout_of(p), is_differentiable, falls_back)
     if not with_passes:
         return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
@@ -107,7 +104,8 @@ def make_plan(
     elif arrival == "tokens":
         strides = [x[1:] for x in strides]
     dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
-    return plan._replace(
+    return replace(
+        plan,
         run_forward=forward_pass(forward, p),
         run_backward=None if backward is None else backward_pass(backward, p),
         view=plan_view(described, choice),
@@ -116,21 +114,24 @@ def make_plan(
 
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
-    """Return the forward pass of a backend for a class of calls, planned once; so do the three functions below."""
+    """Return the forward pass of a backend for a class of calls, planned once."""
     return _planned(forward_of, backend, problem if backend.is_differentiable else _without_gradients(problem))
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
+    """Return the backward pass of a backend for a class of calls, planned once."""
     return _planned(backward_of, backend, _as_operands_tell(problem))
 
 
 def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
+    """Return the forward pass in forward mode of a backend for a class of calls, planned once."""
     return _planned(tangents_of, backend, _without_gradients(problem))
 
 
 def tangent_gradients_pass(
     backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
 ) -> BackwardTangents:
+    """Return the gradients of calls in forward mode of a backend, planned once for a class of calls."""
     return _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
 
 
@@ -152,8 +153,8 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
     return problem._replace(is_causal=is_causal, window_size=window, return_lse=False, flags=flags)
 
 
-def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
-    """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
+def with_strides(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
+    """Return the problem and the saved tensors for other strides than the planned ones; a prepared mask is copied."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
     mask = problem.mask

@@ -38,7 +38,7 @@ _TIMED_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32,
 
 
 class Row(NamedTuple):
-    """One class of calls: the call that stands for it, with gradients unless `grad` is False.
+    """One class of calls: the call that represents it, with gradients unless `grad` is False.
 
     It is timed in bf16 on GPUs, in fp32 and at a fourth of its lengths on CPUs.
     """
@@ -67,7 +67,7 @@ class Row(NamedTuple):
         return None if self.bias is None else (1, NUM_HEADS, rows, keys)
 
 
-# Rows that most programs need come first: where the time ends, the last ones are not reached.
+# Rows that most programs need come first: if time is short, the last ones are not reached.
 ROWS: tuple[Row, ...] = (
     Row("long", 4096, 4096),
     Row("dense mask", 2048, 2048, mask="dense"),
@@ -86,12 +86,20 @@ ROWS: tuple[Row, ...] = (
 
 
 def rows_of(p: AttentionProblem) -> tuple[str, ...]:
-    """Name the rows that a call belongs to; none where the table says nothing of it.
+    """Name the rows that a call belongs to; none where the table has no row for it.
 
-    Each part of a call has a row: its mask, its bias, grouped heads, and head dims above 64. So does its length, where
-    that is short or decoding, and where no part has one. The nearest length counts: up to 16 queries without gradients
-    are "decode", else fewer than 1024 keys "short", and all others "long". Causality, windows, softcap and determinism
-    change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not timed. On CPUs only fp32 was.
+    | part of the call | row |
+    | --- | --- |
+    | mask | "key mask" or "dense mask" |
+    | bias | "bias per key" or "query" or "score", with ", dbias" if it needs a gradient |
+    | fewer heads in k | "grouped heads" |
+    | a head dim above 64 | "wide heads" |
+    | up to 16 queries, without gradients | "decode" |
+    | else fewer than 1024 keys | "short" |
+    | nothing of this | "long" |
+
+    Causality, windows, softcap and determinism change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not
+    timed. On CPUs only fp32 was.
     """
     if p.dtype not in _TIMED_DTYPES.get(p.device, ()):
         return ()
@@ -212,7 +220,7 @@ def read(path: Path) -> Profile:
     except OSError as error:
         raise ProfileError(f"cannot be read: {error.strerror}") from None
     try:
-        # Asked of the open file: a path may be another file by now.
+        # From the open file: a path may be another file by now.
         _check_file(os.fstat(handle))
         with open(handle, "rb", closefd=False) as file:
             return parse(file.read(_MAX_BYTES).decode())
@@ -236,7 +244,7 @@ def _check_file(status: os.stat_result) -> None:
 
 
 def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
-    """Write a profile, by default for its user alone; a reader sees the old file or the full new one."""
+    """Write a profile, by default readable only by its user; a reader gets the old file or the whole new one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -267,7 +275,7 @@ def find(arch: str) -> Search:
     if not is_profiled(arch):
         return Search("", None, f"profiles are of CPUs and of NVIDIA GPUs from sm_{LEAST_ARCH} on, and this is {arch}")
     try:
-        # Before torch is asked for GPUs, which takes memory on them.
+        # Before torch looks for GPUs, which takes memory on them.
         if process.profile == "" and not any(folder().glob("*.json")):
             return Search("", None, f"there is none in {folder()}")
         names = gpu_names(arch)
@@ -291,7 +299,7 @@ def find(arch: str) -> Search:
 
 
 def forget() -> None:
-    """Read profiles again when they are next asked for, and choose the backends and tiles of every call anew."""
+    """Read profiles again when they are next needed, and choose the backends and tiles of every call anew."""
     find.cache_clear()
     preferred_tiles.prefer(tiles_in_force)
     choices_changed()
@@ -330,14 +338,14 @@ def shared(profile: Profile) -> Profile:
 
 
 def is_profiled(arch: str) -> bool:
-    """Tell whether profiles are made for an architecture: CPUs, and GPUs on which the Triton kernels run."""
+    """Return whether profiles are made for an architecture: CPUs, and GPUs on which the Triton kernels run."""
     return arch == "cpu" or (sm_number(arch) or 0) >= LEAST_ARCH
 
 
 def folder() -> Path:
-    """Return where profiles lie: flash_dmattn in the user's folder of caches."""
+    """Return the folder of profiles: flash_dmattn in the user's folder of caches."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    # Not a relative one: the specification of these folders says to ignore it.
+    # Not a relative one, which the specification of these folders ignores.
     return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "flash_dmattn"
 
 
@@ -427,8 +435,8 @@ def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, .
 def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judgement | None:
     """Return the judgement of a profile on a call that belongs to these rows; None where it lacks a figure for that.
 
-    A backend goes before another one that is usually asked earlier where it wins in every row of the call. One that
-    failed is beaten. On CPUs each pass is judged alone, on GPUs the sum of the passes that a call runs.
+    A backend goes before another one that usually comes earlier where it wins in every row of the call. One that
+    failed is beaten. On CPUs each pass is judged by itself, on GPUs the sum of the passes that a call runs.
     """
     names = measured_on(profile.arch)
     if not rows or not all(set(names) <= profile.rows.get(row, {}).keys() for row in rows):
@@ -492,7 +500,7 @@ def _slower_passes(
 
 
 def goes_by_profile(problem: AttentionProblem) -> bool:
-    """Tell whether a profile, if any, decides about a call: on CPUs, and on NVIDIA GPUs but Hopper.
+    """Return whether a profile, if any, decides about a call: on CPUs, and on NVIDIA GPUs but Hopper.
 
     The rules for Hopper are measurements. FLASH_DMATTN_RULES=profile lets a profile decide there, too.
     """
@@ -502,9 +510,10 @@ def goes_by_profile(problem: AttentionProblem) -> bool:
 
 
 def judgement(problem: AttentionProblem) -> Judgement | None:
-    """Return what the profile of this device says of a call; None where the built-in rules decide."""
+    """Return the judgement of the profile of this device on a call; None where the built-in rules decide."""
     if not goes_by_profile(problem) or not _has_profile(problem.arch):
         return None
+    # Dynamo takes the result of `_judged` for a constant, and constants may be tuples, but not named ones.
     judged = _judged(problem.arch, rows_of(problem), any(problem.needs_grad))
     return None if judged is None else Judgement(*judged)
 
@@ -537,7 +546,7 @@ def why_unjudged(problem: AttentionProblem) -> str:
 
 
 def cite(problem: AttentionProblem) -> str | None:
-    """Say which figures of a profile decided, or why none did; None where no profile would be asked.
+    """Return which figures of a profile decided, or why none did; None where no profile would be used.
 
     On a CPU it is None, too, where there is none: the built-in rules know what is faster on most of them.
     """

@@ -13,14 +13,14 @@ from ..backends.sdpa import backend as sdpa
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
 from . import config
-from .config import needed
+from .config import RegisteredBackend, needed
 
 
 class _Registry(Mapping[str, Backend]):
     """The backends by name, in the order in which "auto" prefers them.
 
     Attributes:
-        table: all of them; replaced as a whole and never edited, so that a reader sees no change halfway through.
+        table: all of them; replaced as a whole and never edited, so that no reader gets a change halfway through.
         version: another number after each change. It is part of the key of remembered choices: a choice that was made
             before a change is not found after it, whenever it is stored.
     """
@@ -55,12 +55,15 @@ on_change: list[Callable[[], None]] = []
 _changing = threading.Lock()
 
 
-def register_backend(backend: Backend, *, before: str | None = None) -> None:
+def register_backend(backend: Backend, *, before: str | None = None) -> RegisteredBackend:
     """Add an out-of-tree backend; docs/adding_a_backend.md has examples.
 
     Args:
         backend: a `flash_dmattn.Backend`.
         before: the backend that "auto" shall prefer it to; by default it comes last.
+
+    Returns:
+        The name of the backend, for `attention(backend=)`: type checkers accept it there, and not any other string.
 
     Raises:
         TypeError: it is no `Backend`.
@@ -84,6 +87,7 @@ def register_backend(backend: Backend, *, before: str | None = None) -> None:
         order.insert(len(order) if before is None else list(BACKENDS).index(before), (name, backend))
         BACKENDS.table = dict(order)
         choices_changed()
+    return RegisteredBackend(name)
 
 
 def unregister_backend(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The choice of the backends of a call, and what is said where none serves it or only eager PyTorch does."""
+"""The choice of the backends of a call, and the messages where none accepts it or only eager PyTorch does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .registry import BACKENDS, check_name, last_resort, works
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
 TANGENT_GRADIENT = "the gradient of a tangent"
 _NO_ACCELERATORS = ("cpu", "meta")
-_BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
+_MEASURED_RULE = "measured_gpu"  # the rule of triton that a profile replaces
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for cannot serve a valid call.
+    """A backend that was named does not accept a valid call.
 
     Attributes:
-        backend: the one that was asked for.
+        backend: the one that was named.
         reasons: each with a backend, a code, the values of the call and a hint.
         accepted_by: backends that would accept the same call here.
         details: the call and every reason in words, which `explain` shows, too.
@@ -44,7 +44,7 @@ class BackendError(RuntimeError):
         accepted_by: tuple[str, ...] = (),
         details: str = "",
     ) -> None:
-        super().__init__(message)  # pickle calls the class with it alone, and sets the attributes afterwards
+        super().__init__(message)  # pickle calls the class only with it, and sets the attributes afterwards
         self.backend = backend
         self.reasons = reasons
         self.accepted_by = accepted_by
@@ -88,13 +88,13 @@ def choice_in_force(backend: BackendChoice) -> BackendChoice:
 
 
 def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
-    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone."""
+    """Choose a pair of backends with backward passes of their own, for operators that call each pass separately."""
     requested = choice_in_force(backend)
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
-    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers."""
+    """Choose the backend of only a backward pass: the named one if it accepts the call, else as "auto" prefers."""
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
@@ -174,7 +174,7 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: bool = True) -> AttentionProblem:
     """Return a problem whose `deterministic` is torch's warn-only mode: False where a named backend has no fixed order.
 
-    With `warn` it says so, as torch's own functions do. "auto" always finds a backend with one.
+    With `warn` it warns, as torch's own functions do. "auto" always finds a backend with one.
     """
     if requested == "auto":
         return problem
@@ -198,7 +198,7 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
-    """Tell whether "auto" has nothing better than its last resort for some pass on an accelerator."""
+    """Return whether "auto" has nothing better than its last resort for some pass on an accelerator."""
     if requested != "auto" or problem.device in _NO_ACCELERATORS:
         return False
     return any(backend is not None and backend.is_fallback for backend in selection)
@@ -213,12 +213,12 @@ def selected_names(problem: AttentionProblem, selection: Any) -> tuple[str, str 
 
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
-    sized = hinted(problem)  # what auto prefers decides speed alone
+    sized = hinted(problem)  # preferences of auto only affect speed
     asked = candidates(sized)
     for backend, rules in asked:
         if pairs_only and backend.is_differentiable:
             continue
-        # The few rules of auto first: they turn most calls on a CPU away from the others at once.
+        # The few rules of auto first: they reject most calls on a CPU for GPU backends at once.
         if not all_hold(rules, sized, "forward") or not _serves(backend, problem, "forward"):
             continue
         if backend.is_differentiable:
@@ -237,7 +237,7 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
 def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
     if backend.name in disabled():
         return False
-    # A rule that a compiler sees binds the sizes of its graph, which a backend that does not work must not.
+    # A rule that a compiler traces binds the sizes of its graph, which a backend that does not work must not.
     if torch.compiler.is_compiling() and not works(backend.name):
         return False
     # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
@@ -249,7 +249,7 @@ def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -
 def _serves_backward(
     backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, sized: AttentionProblem
 ) -> bool:
-    """Tell whether a backend has a backward pass of its own for a call, and auto prefers it."""
+    """Return whether a backend has a backward pass of its own for a call, and auto prefers it."""
     is_preferred = not backend.is_differentiable and all_hold(rules, sized, "backward")
     return is_preferred and _serves(backend, problem, "backward")
 
@@ -277,12 +277,12 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
     """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
 
-    On GPUs but Hopper a profile orders triton, flex and sdpa; without one they have the usual order. Without a profile
-    nobody has measured triton there, but its kernels were compiled for that GPU: it serves calls that the backends
-    before it refuse, with dropout or pages, better than eager PyTorch.
-
-    On Hopper cuda is asked a second time, without its preferences, before sdpa or the last resort. Most preferences
-    leave a call to triton because that is faster, but triton may be disabled or not work.
+    * On a GPU with a profile, other than Hopper: the profile orders triton, flex and sdpa.
+    * On such a GPU without a profile: they have the usual order. Nobody has measured triton there, but its kernels are
+      compiled for the GPU. So it takes calls that the backends before it refuse (with dropout or pages), which is
+      faster than eager PyTorch.
+    * On Hopper: cuda comes a second time, without its preferences, before sdpa or the last resort. Most preferences
+      leave a call to triton because that is faster, but triton may be disabled or not work.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
@@ -308,7 +308,7 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
 
 
 def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
-    return tuple(rule for rule in backend.auto_rules if rule.code != _BUILT_IN)
+    return tuple(rule for rule in backend.auto_rules if rule.code != _MEASURED_RULE)
 
 
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
@@ -330,7 +330,7 @@ def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "b
 
 
 _UNMEASURED = Rule(
-    _BUILT_IN,
+    _MEASURED_RULE,
     lambda p: False,
     lambda p: f"the GPU is {p.arch}, where nobody has compared the kernels with others; {why_unjudged(p)}",
     f'{COMMAND} does, for auto to take them where they are faster; backend="triton" runs it now',
@@ -373,7 +373,8 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     accepted_by = _backends_accepting(problem)
     out_of_service = [reason for reason in reasons if reason.code in ("disabled", "unavailable")]
     is_missing = any(reason.code == "unavailable" for reason in out_of_service)
-    cause, details = backend.probe()[3:] if is_missing else (None, "")
+    probed = backend.probe()
+    cause, details = (probed.exception, probed.details) if is_missing else (None, "")
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {backend.name!r} {verdict}: {problem}"]
     instead = "no other accepts it"

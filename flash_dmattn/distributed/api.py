@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..problem import Numbers, refuse_keywords
+from ..problem import RawFlags, refuse_keywords
 from .call import ParallelCall, Request, Strategy, choose_backends
 from .exchange import gather_keys, sum_dtype, sum_gradient
 from .group import Group, agree, groups_of, next_number, refuse_together
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Options(TypedDict, total=False):
+class ParallelOptions(TypedDict, total=False):
     """Keywords of `context_parallel_attention` that do not decide what it returns, for the overloads below."""
 
     layout_k: SequenceLayout | None
@@ -52,7 +52,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
@@ -65,7 +65,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -78,7 +78,7 @@ def context_parallel_attention(
     group: Group,
     layout: SequenceLayout,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -125,17 +125,17 @@ def context_parallel_attention(
         mask: bool, read from the right as (B, H, i, j): i is 1, one row for all queries, or Lq / W, the rows of this
             rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
             any number of calls. Rows are never sent.
-        bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
-            keys, the gradient is exact and complete. Otherwise it counts this rank's rows alone, like the gradient of
-            any weight: DDP and FSDP, which sum gradients over ranks, sum it too.
+        bias: of the same shapes, any float dtype. Its gradient has its shape. It is complete if the bias has rows of
+            this rank, or is sharded by keys. A bias that all ranks share has a part of its gradient on each rank, from
+            the rows of that rank, like any weight: DDP and FSDP sum it over ranks, and so does `reduce_bias_grad`.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
             and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). The gradient of a bias then counts this rank's heads alone.
+            (B, H, Lq / outer size, ·). The gradient of a bias is then that of this rank's heads.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
-            biases stay. "ulysses" trades heads for positions; it serves calls without rows of masks or biases, whose
+            biases stay. "ulysses" trades heads for positions; it is for calls without rows of masks or biases, whose
             heads the ranks divide. "auto" takes the one that sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
@@ -143,7 +143,7 @@ def context_parallel_attention(
             before it is computed. More groups take less memory, and more time.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
-        sink: (Hq,), as in `attention`, the same on every rank; its gradient counts this rank's rows alone.
+        sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
         sequences, dropout_p: refused.
 
     Returns:
@@ -153,7 +153,7 @@ def context_parallel_attention(
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
             every call and backward pass; it names the ranks and what each has.
-        BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
+        BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends runs on all ranks.
         NotImplementedError: on a second derivative, which only "ulysses" with `backend="eager"` has.
 
     Gathered keys: Llama Team, The Llama 3 herd of models (2024). Traded heads: Jacobs et al., DeepSpeed Ulysses (2023).
@@ -171,13 +171,13 @@ def context_parallel_attention(
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
     groups = groups_of(group)
-    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
+    raw_flags = RawFlags(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
     is_compiling = torch.compiler.is_compiling()
-    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, raw_flags, sequences is not None)
     number = 0 if is_compiling else next_number(groups)
     request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
     if is_compiling:
-        # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
+        # A refusal is raised only on this rank: nothing can be sent while a graph is traced.
         call = request.describe()
         pair = choose_backends(call, backend)
     else:
@@ -188,7 +188,7 @@ def context_parallel_attention(
         heads = call.trade.heads
         mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, mask, bias, sink, None, numbers._replace(return_lse=True))
+        own = prepare_call(q, k, v, mask, bias, sink, None, raw_flags._replace(return_lse=True))
         out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)

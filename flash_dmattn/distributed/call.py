@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..biases import refuse_by_distance
+from ..biases import require_dense_bias
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
 from ..masks.arguments import integer
-from ..problem import AttentionProblem, NeedsGrad, Numbers, as_scores, check_flag, dtype_name, unpacked_spec
+from ..problem import AttentionProblem, NeedsGrad, RawFlags, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
-from ..validation import Call, describe, follow_autocast
+from ..validation import PreparedCall, describe, follow_autocast
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
@@ -92,7 +92,7 @@ class ParallelCall(NamedTuple):
             one = slice_problem(p, self.slices[0], self.trade.heads, self.layout_k.length)
             strides = unpacked_spec((p.batch, one.seqlen_q, one.num_heads, p.head_dim)).strides
             return [one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)]
-        # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
+        # Dynamo of torch 2.11 sorts only by numbers, not by tuples.
         parts = dict.fromkeys(
             (part._replace(row=0, row_stop=part.seqlen_q), self.keys_held(rank))
             for rank in range(self.members.size)
@@ -144,7 +144,7 @@ class Request(NamedTuple):
     head_groups: int | None
     reduce_bias_grad: bool
     exchange_dtype: torch.dtype | None
-    numbers: Numbers
+    raw_flags: RawFlags
     has_sequences: bool
     number: int
 
@@ -157,16 +157,16 @@ class Request(NamedTuple):
                 "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
                 "flash_dmattn.masks.document_mask"
             )
-        if self.numbers.dropout_p != 0:
-            raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
+        if self.raw_flags.dropout_p != 0:
+            raise ValueError(f"dropout_p is {self.raw_flags.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
-        refuse_by_distance(self.bias, "of ranks that share a sequence")
+        require_dense_bias(self.bias, "of ranks that share a sequence")
         if isinstance(q, Tensor) and q.is_nested:
             raise ValueError(
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
             )
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            describe(Call(q, k, v, None, None, None, self.numbers))  # it says what is wrong
+            describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it raises the error
         request = self._replace(q=q, k=k, v=v)
         call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
@@ -216,14 +216,14 @@ class Request(NamedTuple):
         return request._over_group(self)._replace(trade=trade)
 
     def _over_group(self, passed: Request) -> ParallelCall:
-        """Make the call over one group; q, k and v of `passed` say whether they need gradients."""
+        """Make the call over one group; q, k and v of `passed` show whether gradients are needed."""
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
         layout, layout_k = self.layout, self._check_layouts(members.size)
         every_mask, every_bias = (_with_all_keys(x, layout_k) for x in (mask, bias))
-        numbers = self.numbers
+        raw_flags = self.raw_flags
         if isinstance(mask, ShardedMask):
-            numbers = _check_sharded(mask, numbers, members, layout, layout_k)
+            raw_flags = _check_sharded(mask, raw_flags, members, layout, layout_k)
             no_mask = torch.empty(0, dtype=torch.bool, device=mask.device)
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
@@ -232,7 +232,7 @@ class Request(NamedTuple):
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
-        problem, _, _ = describe(Call(q, every_k, every_v, every_mask, every_bias, sink, numbers))
+        problem, _, _ = describe(PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags))
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
@@ -281,12 +281,12 @@ class Request(NamedTuple):
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:
-    """Return a tensor of 4 dims that stands for one with values."""
+    """Return a placeholder for a tensor of 4 dims: a shape, with memory for one value."""
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
-    """Tell whether a mask or a bias has one row for all queries, and only the keys of this rank."""
+    """Return whether a mask or a bias has one row for all queries, and only the keys of this rank."""
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
         return False
     rows, keys = as_scores(x).shape[2:]
@@ -301,20 +301,20 @@ def _with_all_keys(x: Any, layout_k: SequenceLayout) -> Any:
 
 
 def _check_sharded(
-    mask: ShardedMask, numbers: Numbers, members: Members, layout: SequenceLayout, layout_k: SequenceLayout
-) -> Numbers:
+    mask: ShardedMask, raw_flags: RawFlags, members: Members, layout: SequenceLayout, layout_k: SequenceLayout
+) -> RawFlags:
     """Return the numbers with the band of the mask, once it is known to be made for this rank and call."""
     if (mask.layout, mask.layout_k) != (layout, layout_k):
         raise ValueError(f"mask was prepared for other layouts, {mask}; it needs those of the call")
     if mask.rank != members.rank:
         raise ValueError(f"mask was prepared for rank {mask.rank}; this is rank {members.rank}")
-    is_causal, window_size = check_flag("is_causal", numbers.is_causal), numbers.window_size
+    is_causal, window_size = check_flag("is_causal", raw_flags.is_causal), raw_flags.window_size
     if is_causal not in (False, mask.is_causal) or window_size not in (None, mask.window_size):
         raise ValueError(
             f"is_causal is {is_causal} and window_size is {window_size}, but mask was prepared with "
             f"is_causal={mask.is_causal}, window_size={mask.window_size}; a prepared mask brings its own limits"
         )
-    return numbers._replace(is_causal=mask.is_causal, window_size=mask.window_size)
+    return raw_flags._replace(is_causal=mask.is_causal, window_size=mask.window_size)
 
 
 def _as_read(
@@ -394,7 +394,7 @@ def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> 
 
 
 def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
-    """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
+    """Return the first backend that accepts one pass of all slices, out of the favourites of slices, or else of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
     names = list(BACKENDS.table)  # Dynamo of torch 2.11 does not unpack the registry itself
@@ -412,7 +412,7 @@ def choose_strategy(
 ) -> tuple[str, str]:
     """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
 
-    `has_rows` says whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
+    `has_rows` is whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
     """
     if requested not in ("auto", "gather", "ulysses"):
         raise ValueError(f"strategy is {requested!r}; it needs to be one of 'auto', 'gather', 'ulysses'")

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import api, explanation
-from ..biases import refuse_by_distance
+from ..biases import require_dense_bias
 from ..definition import is_dtensor
 from ..gradients import contiguous_strides
-from ..problem import Numbers, Repeats, fold_call
-from ..validation import Call, describe
+from ..problem import RawFlags, Repeats, fold_call
+from ..validation import PreparedCall, describe
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
 from .group import Members, groups_of, refuse_together
@@ -34,7 +34,7 @@ Dims = tuple[int | None, ...]
 def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
-    q decides for the others, which are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
+    q determines placements; arguments are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
@@ -133,7 +133,7 @@ class ShardedCall:
                 )
             return
         if name == "bias":
-            refuse_by_distance(x, "beside DTensors")
+            require_dense_bias(x, "beside DTensors")
         if not is_dtensor(x):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
@@ -167,7 +167,7 @@ class ShardedCall:
             )
 
     def _check_rows(self, q: Any, mesh_dims: int) -> None:
-        """Refuse lengths that leave a rank a single position, because one row of a mask stands for all queries."""
+        """Refuse lengths that leave a rank a single position, because a mask with one row is read for all queries."""
         if mesh_dims > 1:
             raise ValueError(
                 f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "
@@ -286,7 +286,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, s
     repeats: Repeats | None = None
     if q.dim() > 4:
         q, k, v, mask, bias, _, repeats, _ = fold_call(q, k, v, mask, bias)
-    describe(Call(q, k, v, mask, bias, sink, Numbers(), repeats=repeats))
+    describe(PreparedCall(q, k, v, mask, bias, sink, RawFlags(), repeats=repeats))
 
 
 def _on_meta(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Which keys each rank reads, and the collectives that move tensors between ranks and send their gradients back.
 
 Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
-run, whatever the network does. Three operators serve a call beside its keys: they move a mask or a bias that is sharded
-by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
+run, whatever the network does. Three operators move other tensors than the keys: they move a mask or a bias that is
+sharded by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 class Moves(NamedTuple):
     """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
-    Its tensor has `own` before, and `held` afterwards, in this order. `to` has for each rank the positions of this one
-    that it reads. `of` has for each rank the positions that this one reads of it. Both list its own for itself, which
-    nobody sends. `pieces` are `held` in order, as (rank that has them, start, stop); -1 for what this one does not
-    read.
+    Attributes:
+        own: the positions of its tensor before.
+        held: the positions of its tensor afterwards, in this order.
+        sends: for each rank the positions that it reads of this one; for this rank those it reads of itself, which
+            nobody sends.
+        receives: for each rank the positions that this one reads of it, of itself too.
+        pieces: `held` in order, as (rank that has them, start, stop); rank -1 for positions that this one does not
+            read.
     """
 
     rank: int
     own: Runs
     held: Runs
-    to: tuple[Runs, ...]
-    of: tuple[Runs, ...]
+    sends: tuple[Runs, ...]
+    receives: tuple[Runs, ...]
     pieces: tuple[tuple[int, int, int], ...]
 
     @property
     def sent(self) -> int:
-        """Number of positions that it sends to others, each as often as it is sent."""
-        return sum(length_of(runs) for rank, runs in enumerate(self.to) if rank != self.rank)
+        """Number of positions that it sends to other ranks, each as often as it is sent."""
+        return sum(length_of(runs) for rank, runs in enumerate(self.sends) if rank != self.rank)
 
     @property
     def received(self) -> int:
-        """Number of positions that it receives from others."""
-        return sum(length_of(runs) for rank, runs in enumerate(self.of) if rank != self.rank)
+        """Number of positions that it receives from other ranks."""
+        return sum(length_of(runs) for rank, runs in enumerate(self.receives) if rank != self.rank)
 
 
 def length_of(runs: Runs) -> int:
@@ -63,7 +67,7 @@ def length_of(runs: Runs) -> int:
 
 
 def place_in(runs: Runs, position: int) -> int:
-    """Return how many positions of the runs stand before one of them."""
+    """Return how many positions of the runs come before one of them."""
     place = 0
     for start, stop in runs:
         if start <= position < stop:
@@ -116,13 +120,13 @@ def moves_of(
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
     own, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
-    to = tuple(common(own, runs) for runs in reads)
-    of = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
-    return Moves(rank, own, held, to, of, _pieces(held, of))
+    sends = tuple(common(own, runs) for runs in reads)
+    receives = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
+    return Moves(rank, own, held, sends, receives, _pieces(held, receives))
 
 
-def _pieces(held: Runs, of: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...]:
-    arriving = sorted((start, stop, rank) for rank, runs in enumerate(of) for start, stop in runs)
+def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...]:
+    arriving = sorted((start, stop, rank) for rank, runs in enumerate(receives) for start, stop in runs)
     pieces = []
     for first, last in held:
         place = first
@@ -238,7 +242,7 @@ def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> 
     def add(ranks: list[list[Tensor]]) -> list[Tensor]:
         rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)
         total = [x.new_zeros(_resized(x, dim, rows), dtype=dtype) for x in tensors]
-        for runs, arrived in zip(moves.to, ranks):
+        for runs, arrived in zip(moves.sends, ranks):
             pieces = iter(arrived)
             for start, stop in runs:
                 place = place_in(moves.own, start)
@@ -256,13 +260,14 @@ def _exchange(
 
     `finish` gets a list of the pieces of each rank, in the order of runs and then of tensors. Own pieces never travel.
     """
-    present, to, of, rank = moves.own, moves.to, moves.of, moves.rank
+    present, sends, receives, rank = moves.own, moves.sends, moves.receives, moves.rank
     if back:
-        present, to, of = moves.held, of, to
+        present, sends, receives = moves.held, receives, sends
     outgoing = [
-        [x.narrow(dim, place_in(present, start), stop - start) for start, stop in runs for x in tensors] for runs in to
+        [x.narrow(dim, place_in(present, start), stop - start) for start, stop in runs for x in tensors]
+        for runs in sends
     ]
-    shapes = [[_resized(x, dim, stop - start) for start, stop in runs for x in tensors] for runs in of]
+    shapes = [[_resized(x, dim, stop - start) for start, stop in runs for x in tensors] for runs in receives]
     own, outgoing[rank], shapes[rank] = outgoing[rank], [], []
     like = tensors[0]
     sizes_sent = [like.itemsize * sum(x.numel() for x in pieces) for pieces in outgoing]
@@ -293,7 +298,7 @@ ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right,
 class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
-    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` says whether
+    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` is whether
     ranks send each other the keys that are read; else every rank gets all of them. `number` counts the calls, so that
     ranks know each other's backward passes; it is 0 in a compiled graph.
     """
@@ -468,7 +473,7 @@ class _Exchange(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.back = inputs[1]
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        if isinstance(output, tuple):  # a tensor without gradient beside others stays without one
+        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 

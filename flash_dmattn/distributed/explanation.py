@@ -14,7 +14,7 @@ from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, Numbers, arguments_like, as_scores, dtype_name
+from ..problem import AttentionProblem, RawFlags, arguments_like, as_scores, dtype_name
 from .api import context_parallel_attention
 from .call import ParallelCall, Request, find_backends
 from .exchange import share_moved, sum_dtype
@@ -25,11 +25,11 @@ from .slices import ShardedMask, Slice
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .api import Options
+    from .api import ParallelOptions
 
 
 class Transfer(NamedTuple):
-    """Bytes that some collectives of a pass move: this rank sends `sent` to others, and receives `received`.
+    """Bytes that some collectives of a pass move: this rank sends `sent` to other ranks, and receives `received`.
 
     `what` names the tensors, `how` the collective, "all_gather" or "all_to_all".
     """
@@ -112,11 +112,11 @@ def explain_context_parallel(
     group: Group,
     layout: SequenceLayout,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> ParallelExplanation:
-    """Say what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
+    """Explain what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
 
-    One rank can call it alone: what others have is known from the layouts.
+    One rank can call it without the other ranks: layouts tell what each of them has.
 
     Args:
         q, k, v, mask, bias and the rest: as for `context_parallel_attention`.
@@ -126,7 +126,7 @@ def explain_context_parallel(
         the message.
 
     Raises:
-        TypeError, ValueError: the arguments are invalid, as `context_parallel_attention` would say.
+        TypeError, ValueError: the arguments are invalid, as in `context_parallel_attention`.
 
     >>> import torch, torch.distributed as dist
     >>> from flash_dmattn.distributed import SequenceLayout, explain_context_parallel
@@ -146,9 +146,9 @@ def explain_context_parallel(
     own, like = explain_context_parallel, context_parallel_attention
     arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
     requested = choice_in_force(arguments.pop("backend"))
-    numbers = Numbers(**{name: arguments.pop(name) for name in Numbers._fields if name in arguments})
+    raw_flags = RawFlags(**{name: arguments.pop(name) for name in RawFlags._fields if name in arguments})
     groups, has_sequences = groups_of(arguments.pop("group")), arguments.pop("sequences") is not None
-    call = Request(**arguments, groups=groups, numbers=numbers, has_sequences=has_sequences, number=0).describe()
+    call = Request(**arguments, groups=groups, raw_flags=raw_flags, has_sequences=has_sequences, number=0).describe()
     layout_k = call.request.layout_k
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()
@@ -190,7 +190,7 @@ def explain_context_parallel(
 
 
 def _verdict(backend: Backend, problems: list[AttentionProblem], is_traded: bool) -> Verdict:
-    """Return what a backend says of all slices together."""
+    """Return the verdict of a backend on all slices together."""
     verdicts = [verdict_of(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
     is_pair = is_traded or not backend.is_differentiable
@@ -307,7 +307,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
 
 
 def _remarks(call: ParallelCall) -> Iterator[str]:
-    """Say what stays, what gradients are of, and in which dtype they are sent and summed."""
+    """Yield what stays, what gradients are of, and in which dtype they are sent and summed."""
     needs = call.problem.needs_grad
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
         if is_sharded:

@@ -69,7 +69,7 @@ def _members_of(group: Group) -> Members:
 def groups_of(group: Group) -> tuple[Members, ...]:
     """Return the members of a group, or of the inner and of the outer dim of a mesh of two dims.
 
-    It raises on this rank alone: without a group no other rank can be told.
+    It raises only on this rank: without a group no other rank can be told.
     """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         return tuple([_members_of(group.get_group(dim)) for dim in (1, 0)])
@@ -142,7 +142,7 @@ def _counts(groups: tuple[Members, ...]) -> tuple[Counter[tuple[str, ...]], tupl
 
 
 def agree(groups: tuple[Members, ...], shared: Shared) -> None:
-    """Compare the call of this rank with the calls of all others, and count the call.
+    """Compare the call of this rank with the calls of all other ranks, and count the call.
 
     The result of a comparison over one dim of a mesh is compared over the next.
     """
@@ -168,7 +168,7 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
 def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn:
     """Raise the error of this rank on all ranks, which compare their calls meanwhile.
 
-    While a graph is traced nothing can be sent, so the error is raised on this rank alone.
+    While a graph is traced nothing can be sent, so the error is raised only on this rank.
     """
     if not torch.compiler.is_compiling():
         _compare(groups, (), failure)

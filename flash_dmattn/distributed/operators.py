@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..backends.mask_choice import choose_form, view_of
 from ..backends.protocol import Backend
-from ..definition import define, distinct, is_transformed
+from ..definition import distinct, is_transformed
 from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, spread, with_dbias
-from ..operators import backward_flop_of, describe_operands, forward_flop_of, register
+from ..operators import backward_flop_of, define_counted, describe_operands, forward_flop_of
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
@@ -74,7 +74,7 @@ class RankRows(NamedTuple):
         """Fill out and lse of a group of heads, whose k and v have the keys that the rank holds, in global order."""
         query_heads = heads.of(self.q.shape[2])
         slices = zip(self.parts, self.places, self.views)
-        # The largest first: while it is computed the host gets the others ready.
+        # The largest first: while it is computed the host prepares the other ones.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
             out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
@@ -108,7 +108,7 @@ class RankRows(NamedTuple):
             place = None if group_dbias is None else _cleared_around(group_dbias, part)
             if place is not None and backend.stores_dbias:
                 rest["dbias_out"] = place
-            # out and lse lie as every backend has written them.
+            # out and lse have the layout in which every backend writes them.
             saved = Saved(
                 inputs, out[:, part.rows, query_heads].contiguous(), lse[:, query_heads, part.rows].contiguous()
             )
@@ -233,7 +233,7 @@ class Operands(NamedTuple):
 
 
 class GatherSettings(NamedTuple):
-    """All that both operators receive beside tensors; `flat` and `of` have it in the order of their schemas.
+    """All that both operators receive besides tensors; `flat` has it in the order of their schemas.
 
     `mask_forms` has the form of each slice's mask; `forward` and `backward` are names of backends.
     """
@@ -248,11 +248,6 @@ class GatherSettings(NamedTuple):
     head_groups: int
     exchange_dtype: torch.dtype
     needs_grad: Sequence[bool]
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> GatherSettings:
-        number = len(Route._fields)
-        return cls(Route.of(*values[:number]), *values[number:])
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -296,8 +291,15 @@ class GatherSettings(NamedTuple):
         return q.shape[0] * q.shape[2] * allowed
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[6:])
+def _read(a: Any) -> tuple[Operands, GatherSettings]:
+    """Return what both operators receive from their arguments."""
+    route = Route.of(*(getattr(a, name) for name in Route._fields))
+    settings = GatherSettings(route, *(getattr(a, name) for name in GatherSettings._fields[1:]))
+    return Operands(*(getattr(a, name) for name in Operands._fields)), settings
+
+
+def _forward(a: Any) -> tuple[Tensor, Tensor]:
+    x, settings = _read(a)
     if settings.route.number == 0:  # else the call was compared
         settings.compare("forward", x)
     arriving, rows = settings.arriving(x), settings.rows(x)
@@ -308,8 +310,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    x, (out, lse), settings = Operands(*arguments[:6]), arguments[6:8], GatherSettings.of(arguments[8:])
+def _backward(a: Any) -> list[Tensor]:
+    x, settings = _read(a)
     settings.compare("backward", x)
     arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.backward]
@@ -322,7 +324,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
 
     leaving: tuple[HeadGroup, Pending] | None = None
     for heads, held_k, held_v in arriving:
-        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, settings.exchange_dtype)
+        sent = rows.backward(
+            backend, heads, held_k, held_v, a.out, a.lse, a.dout, a.dlse, sums, settings.exchange_dtype
+        )
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
@@ -332,38 +336,28 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
     return [y for y in (sums.q, dk, dv, sums.bias, sums.sink) if y is not None]
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[6:])
-    return empty_outputs(x.q, x.v, BACKENDS[settings.forward].widens(x.bias))
+def _forward_fake(a: Any) -> tuple[Tensor, Tensor]:
+    return empty_outputs(a.q, a.v, BACKENDS[a.forward].widens(a.bias))
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    x = Operands(*arguments[:6])
-    return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])  # needs_grad, the last of the settings
+def _backward_fake(a: Any) -> list[Tensor]:
+    return empty_gradients((a.q, a.k, a.v, a.bias, a.sink), a.needs_grad)
 
 
-def _forward_flop(*arguments: Any, out_val: object = None) -> int:
-    x = Operands(*arguments[:6])
-    return forward_flop_of(GatherSettings.of(arguments[6:]).pairs(x.q), x.q.shape[3], x.v.shape[3])
+def _forward_flop(a: Any) -> int:
+    return forward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3])
 
 
-def _backward_flop(dout: Tensor, dlse: Tensor | None, *arguments: Any, out_val: object = None) -> int:
-    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[8:])
-    return backward_flop_of(settings.pairs(x.q), x.q.shape[3], x.v.shape[3], settings.needs_grad)
+def _backward_flop(a: Any) -> int:
+    return backward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
-gather_forward = register(
-    define(
-        "gather_forward",
-        f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)",
-        _forward,
-        _forward_fake,
-    ),
-    _forward_flop,
+gather_forward = define_counted(
+    "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake, _forward_flop
 )
-# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
+# A list has only the requested gradients: an operator cannot return None under torch.compile.
 _BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]"
-gather_backward = register(define("gather_backward", _BACKWARD_SCHEMA, _backward, _backward_fake), _backward_flop)
+gather_backward = define_counted("gather_backward", _BACKWARD_SCHEMA, _backward, _backward_fake, _backward_flop)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -386,7 +380,7 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass; a second derivative is refused."""
         q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
-        # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
+        # Ranks that send nothing back would keep other ranks waiting, so a gradient of nothing is one of zeros.
         dout = torch.zeros_like(out) if dout is None else dout
         run = GatherGradients.apply if torch.is_grad_enabled() else _gradients
         gradients = run(dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)

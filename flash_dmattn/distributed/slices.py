@@ -1,4 +1,4 @@
-"""The calls of one rank: each run of its rows over the keys that they see; and its mask, cut and prepared for them."""
+"""The calls of one rank: each run of its rows over the keys that they see; and its mask, prepared for them."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def slice_keys(
 ) -> tuple[int, int, tuple[int, int]]:
     """Return (start, stop, window): the keys that rows [a, b) of a call need, and their window in a call of their own.
 
-    None of the rows sees a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b) on
-    keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
+    None of the rows attends to a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b)
+    on keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
     """
     left, right = window
     offset = seqlen_k - seqlen_q
@@ -171,7 +171,7 @@ class ShardedMask:
     ) -> ShardedMask:
         """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
 
-        For W ranks, with Lq and Lk positions in all, the result stands for the rank's rows of
+        For W ranks, with Lq and Lk positions in all, the result is equal to the rank's rows of
         `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Its method `dense` returns them.
 
         Args:

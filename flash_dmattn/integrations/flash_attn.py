@@ -5,11 +5,11 @@ Code that imports them from `flash_attn` runs here after one changed line::
     from flash_dmattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 Two things differ. Probabilities, the third value under `return_attn_probs=True`, are always None. Every device, dtype
-and head dim that `attention` serves is served. A row without a key has lse +inf, as there; in `attention` it has -inf.
+and head dim of `attention` works. A row without a key has lse +inf, as there; in `attention` it has -inf.
 
 The functions of `flash_attn.bert_padding` are here, too. Arguments of FlashAttention-3 and -4 are taken by name:
 `learnable_sink`, and for packed sequences `seqused_q`, `seqused_k` and `page_table`. `num_splits`, `pack_gqa` and
-`sm_margin` change the speed of their kernels alone, and have no effect. Others of theirs are refused unless they have
+`sm_margin` change only the speed of their kernels, and have no effect. All other ones are refused unless they have
 their default.
 
 All functions share these arguments:
@@ -20,7 +20,7 @@ All functions share these arguments:
 - `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
   later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
 - `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
-- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32, and float64 beside float64.
+- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32, and float64 with float64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import Sequences, append_to_cache, attention
 from ..dispatch.config import similar
 from ..masks.arguments import integer
-from ..problem import check_number, check_tensor, check_window, dtype_name, values_can_be_read
+from ..problem import check_device, check_number, check_tensor, check_window, dtype_name, values_can_be_read
 
 __version__ = "2.8.3"  # of flash-attn, whose functions these are
 __all__ = [
@@ -153,7 +153,7 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError: as `attention`, or `alibi_slopes` does not fit.
-        NotImplementedError: probabilities under dropout are asked for.
+        NotImplementedError: probabilities under dropout are requested.
 
     >>> import torch
     >>> from flash_dmattn.integrations.flash_attn import flash_attn_func
@@ -223,7 +223,7 @@ def flash_attn_varlen_func(
     Args:
         q: (Tq, Hq, D).
         k, v: (Tk, Hk, D); with `block_table` (pages, page_size, Hk, D), without gradients.
-        cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: where each sequence begins, and where the last one ends.
+        cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: the first token of each sequence, and the number of all.
         max_seqlen_q, max_seqlen_k: bounds on the lengths; a tensor of one number is read, which waits for the device.
         block_table: (S, P), int32: the pages of each sequence; `page_table` is another name of it.
         seqused_q, seqused_k: (S,), int32: how many tokens of each sequence are used. With `block_table`, `cu_seqlens_k`
@@ -236,7 +236,7 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError: as `attention` and `Sequences`, or `alibi_slopes` does not fit.
-        NotImplementedError: probabilities under dropout are asked for.
+        NotImplementedError: probabilities under dropout are requested.
 
     >>> import torch
     >>> from flash_dmattn.integrations.flash_attn import flash_attn_varlen_func
@@ -413,7 +413,7 @@ def flash_attn_with_kvcache(
                             f"room for {slots}"
                         )
             if block_table is None:
-                sequences = Sequences.padded(seqlens_k)
+                sequences = Sequences.padded(seqlens_k=seqlens_k)
             else:
                 sequences = Sequences.paged(block_table, seqlens_k)
             if k is not None and v is not None:
@@ -574,16 +574,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batch) -> tuple[Tensor, Tensor | None]:
     """Return the bias of ALiBi, and by how much it raises each lse, in the shape of lse.
 
-    If a query sees no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no notice of
-    the constant, so the bias has one value for each key.
+    If a query attends to no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no
+    notice of the constant, so the bias has one value for each key.
     """
     check_tensor("alibi_slopes", slopes)
     for name, x in (("q", q), ("k", k)):
         check_tensor(name, x)
         if x.dim() < 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs 4 dimensions, or 3 of packed sequences")
-    if slopes.device != q.device:
-        raise ValueError(f"alibi_slopes is on {slopes.device}; it needs to be on the device of q, {q.device}")
+    check_device("alibi_slopes", slopes.device, q.device)
     num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
         needs = f"({num_heads},) or ({entries}, {num_heads})"

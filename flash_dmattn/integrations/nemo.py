@@ -18,7 +18,7 @@ NAME = "nemo.collections.asr.parts.submodules.multi_head_attention:RelPositionMu
 
 
 def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
-    # Their code decides what autocast may do.
+    # Their code controls what autocast may do.
     autocast = originals[NAME].__globals__["avoid_float16_autocast_context"]
 
     def forward(

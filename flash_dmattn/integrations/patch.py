@@ -41,7 +41,7 @@ class Patch:
         self._replaced: list[tuple[str, Any, Any]] = []  # name, original, replacement
 
     def enable(self, *, empty: Empty = "softmax", unchecked: bool = False) -> _Holder:
-        """Replace the functions, for the process; in a `with`, until it ends. Enabling twice changes nothing.
+        """Replace the functions, for the process; in a `with`, until its end. Enabling twice changes nothing.
 
         Args:
             empty: what a row of a float mask without a visible key is: see `flash_dmattn.masks.split_additive`.

@@ -1,7 +1,7 @@
 """F.scaled_dot_product_attention with a mask computed by flash_dmattn, inside of a `with`; docs/sdpa.md.
 
-`intercept_sdpa` puts a mode of torch in force that sees every call. `reason_to_pass_on` decides which calls are served,
-and `heads_first.attend` turns such a call into one of `flash_dmattn.attention`.
+`intercept_sdpa` puts a mode of torch in force that gets every call. `reason_to_pass_on` selects the calls that are
+computed here, and `heads_first.attend` turns such a call into one of `flash_dmattn.attention`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class intercept_sdpa(ContextDecorator):
     It reaches code that nobody can edit: direct calls, names that were imported earlier, `nn.MultiheadAttention`,
     `nn.TransformerEncoderLayer`, and code that `torch.compile` has compiled or will compile. Torch computes calls
     without a mask, for which it has kernels, and calls that `flash_dmattn.attention` does not serve. Contexts nest, one
-    object may be entered again, and the innermost one decides.
+    object may be entered again, and the innermost one counts.
 
     Args:
         strict: raise where torch would compute a call with a mask.
@@ -163,7 +163,7 @@ _thread = _Thread()
 
 
 class _Interception(TorchFunctionMode):
-    """The mode that takes calls of the builtin, under any name; one mode serves all contexts of a thread.
+    """The mode that takes calls of the builtin, under any name; one mode is enough for all contexts of a thread.
 
     Torch's stack of modes belongs to the thread, and tasks that take turns may leave their contexts in any order.
     """
@@ -203,8 +203,8 @@ class _Interception(TorchFunctionMode):
             self.entered.remove(func)
 
     def entry(self) -> _Entry | None:
-        """Find the context that decides about a call here; None where this task has none open."""
-        # A compiler reads no context variables, and threads of autograd have the modes of the caller alone.
+        """Find the context that a call here belongs to; None where this task has none open."""
+        # A compiler reads no context variables, and threads of autograd only have the modes of the caller.
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return self.entries[-1] if self.entries else None
         return next((entry for entry in reversed(_task_entries.get()) if entry in self.entries), None)
@@ -278,7 +278,7 @@ _UNASKED: dict[Any, Any] = {
 def _traced(*args: Any, **kwargs: Any) -> Any:
     """Run `F.multi_head_attention_forward` under a mode that belongs to no thread, and whose counts nobody reads.
 
-    The mode is not strict, because flash_dmattn serves every mask that this function passes on.
+    The mode is not strict, because flash_dmattn takes every mask that this function passes on.
     """
     mode = _Interception(thread=0)
     mode.entries.append(_Entry(False, None, mode))
@@ -323,9 +323,9 @@ def _refusal(reason: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: 
 def reason_to_pass_on(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> str | None:
-    """Say why torch computes a call of F.scaled_dot_product_attention with these arguments; None where we do.
+    """Return why torch computes a call of F.scaled_dot_product_attention with these arguments; None where we do.
 
-    Wrong calls are passed on too: the message of torch says what is wrong.
+    Wrong calls are passed on too: the message of torch tells what is wrong.
     """
     if attn_mask is None:
         return NO_MASK

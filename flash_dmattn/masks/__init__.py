@@ -54,7 +54,7 @@ def __getattr__(name: str) -> object:
 def _restore(form: str, values: dict[str, Any]) -> "PreparedMask":
     """Make a prepared mask of its fields again, for `torch.load` and pickle.
 
-    It stands here, since a program that has only imported `flash_dmattn` can read the file of a mask.
+    It is defined here, since a program that has only imported `flash_dmattn` can read the file of a mask.
     """
     from .prepared.storage import PreparedMask
 

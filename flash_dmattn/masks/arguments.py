@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import check_strided, is_int, values_can_be_read
+from ..problem import check_floats, check_strided, check_tensor, is_int, values_can_be_read
 
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
 IntsLike = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -20,18 +20,18 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 def integer(name: str, value: int, minimum: int = 0) -> int:
     """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
     if not is_int(value):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}.")
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}")
     if value < minimum:
-        raise ValueError(f"{name} is {value}; it needs to be >= {minimum}.")
+        raise ValueError(f"{name} is {value}; it needs to be >= {minimum}")
     return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
-    """Return `value` as a pair of ints of at least `minimum`; one int stands for both."""
+    """Return `value` as a pair of ints of at least `minimum`; one int is used for both."""
     if is_int(value):
         value = (value, value)  # type: ignore[assignment]
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} is {value!r}; it needs to be an int or a pair of ints.")
+        raise TypeError(f"{name} is {value!r}; it needs to be an int or a pair of ints")
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)
 
 
@@ -43,7 +43,7 @@ def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = No
         return torch.as_tensor(value, device=device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}); it needs to be an integer torch.Tensor, or a list of ints."
+            f"{name} is {value!r} ({type(value).__name__}); it needs to be an integer torch.Tensor, or a list of ints"
         ) from error
 
 
@@ -54,51 +54,35 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dim() not in ndims:
         needs = " or ".join(f"{n}-D" for n in ndims)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}.")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}")
     if tensor.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long()")
     return tensor
 
 
 def bool_mask(name: str, mask: Tensor) -> Tensor:
     """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
-    if not isinstance(mask, Tensor):
-        raise TypeError(
-            f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor"
-            f"{f'; {name}.unpacked() is one' if hasattr(mask, 'unpacked') else ''}."
-        )
+    check_tensor(name, mask, f"a bool torch.Tensor{f'; {name}.unpacked() is one' if hasattr(mask, 'unpacked') else ''}")
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0.")
+        raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0")
     return four_dims(name, mask)
 
 
 def four_dims(name: str, tensor: Tensor) -> Tensor:
-    """Add dims of size 1 on the left until there are four."""
+    """Add dims of size 1 on the left until there are 4."""
     if tensor.dim() > 4:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs at most 4 dims, "
-            f"broadcastable to (batch, heads, seqlen_q, seqlen_k)."
+            f"broadcastable to (batch, heads, seqlen_q, seqlen_k)"
         )
     return tensor[(None,) * (4 - tensor.dim())]
 
 
 def float_scores(scores: Tensor) -> Tensor:
     """Return a float tensor of scores as 4-D, without its gradient."""
-    if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
+    check_floats("scores", scores)
     return four_dims("scores", scores.detach())
-
-
-def on_one_device(**tensors: Tensor | None) -> None:
-    """Refuse tensors, by their names, that are not on the device of the last one."""
-    *names, last = tensors
-    like = tensors[last]
-    for name in names:
-        x = tensors[name]
-        if x is not None and like is not None and x.device != like.device:
-            raise ValueError(f"{name} is on {x.device} and {last} on {like.device}; they need to be on one device.")
 
 
 def lengths_within(name: str, lengths: Tensor, maximum: int | None = None) -> None:
@@ -107,9 +91,9 @@ def lengths_within(name: str, lengths: Tensor, maximum: int | None = None) -> No
         return
     low, high = (int(x) for x in lengths.aminmax())
     if low < 0:
-        raise ValueError(f"{name} has a negative length ({low}); every length needs to be >= 0.")
+        raise ValueError(f"{name} has a negative length ({low}); every length needs to be >= 0")
     if maximum is not None and high > maximum:
-        raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
+        raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible")
 
 
 def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
@@ -125,7 +109,7 @@ def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
         else:
             raise ValueError(
                 f"{name} has {heads} heads (shape {tuple(tensor.shape)}) beside {num_heads} heads elsewhere; "
-                f"it needs 1, {num_heads}, or a divisor of {num_heads}."
+                f"it needs 1, {num_heads}, or a divisor of {num_heads}"
             )
     return aligned
 
@@ -141,7 +125,7 @@ def common_shape(tensors: list[Tensor], names: list[str]) -> tuple[int, int, int
             if shape[dim] not in (1, size):
                 raise ValueError(
                     f"{name} has {DIMS[dim]} = {size} (shape {tuple(tensor.shape)}) and {owner[dim]} has {shape[dim]}; "
-                    f"each dim needs to be 1 or the same everywhere."
+                    f"each dim needs to be 1 or the same everywhere"
                 )
             shape[dim], owner[dim] = size, name
     return shape[0], shape[1], shape[2], shape[3]

@@ -20,7 +20,7 @@ def tile_counts(mask: Tensor, block_size: tuple[int, int]) -> Tensor:
     *lead, seqlen_q, seqlen_k = mask.shape
     if torch.compiler.is_compiling():  # which fuses what is copied here, and would bind the sizes by the chunks
         return _tile_counts(mask, block_size)
-    # A tile beyond the mask is one tile of its size, for which nothing is padded.
+    # A tile larger than the mask is one tile of its size, for which nothing is padded.
     block_q, block_k = block_size = min(block_size[0], max(seqlen_q, 1)), min(block_size[1], max(seqlen_k, 1))
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     counts = torch.empty(*lead, tiles_q, tiles_k, dtype=torch.int32, device=mask.device)
@@ -45,7 +45,7 @@ def _tile_counts(rows: Tensor, block_size: tuple[int, int]) -> Tensor:
 
 
 def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> Tensor:
-    """Count the positions of each tile; the last ones are cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
+    """Count the positions of each tile; the last ones are smaller: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
     sizes = []
     for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
         starts = torch.arange(0, length, block, device=device)
@@ -62,7 +62,7 @@ def expand_blocks(block_mask: Tensor, block_size: int | tuple[int, int], seqlen_
     Args:
         block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
         block_size: tokens per block, one int or (bq, bk).
-        seqlen_q, seqlen_k: number of queries and keys; the last blocks may be cut.
+        seqlen_q, seqlen_k: number of queries and keys; the last blocks may be smaller.
 
     Returns:
         4-D bool tensor (..., seqlen_q, seqlen_k); a dim with one block stays of size 1.
@@ -93,7 +93,7 @@ def check_blocks(block_mask: Tensor, name: str, number: int, length: int, block:
     if number not in (1, needed):
         raise ValueError(
             f"block_mask has {number} blocks along {name} (shape {tuple(block_mask.shape)}); it needs {needed}, or 1, "
-            f"for {name} = {length} in blocks of {block}."
+            f"for {name} = {length} in blocks of {block}"
         )
 
 
@@ -185,7 +185,7 @@ def mask_stats(
 
     Args:
         mask: bool tensor of 2 to 4 dims.
-        block_size: tokens per tile, one int or (queries, keys); tiles at the end may be cut.
+        block_size: tokens per tile, one int or (queries, keys); tiles at the end may be smaller.
         seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
 
     Returns:
@@ -203,7 +203,7 @@ def mask_stats(
     blocks = pair("block_size", block_size, 1)
     full = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
     batch, num_heads, length_q, length_k = full.shape
-    # Batch and heads that were expanded repeat themselves: count one and multiply.
+    # Batch and heads that were expanded are equal: count one and multiply.
     one = collapse(full, dims=(0, 1))
     copies = batch * num_heads // max(1, one.size(0) * one.size(1))
     counts = tile_counts(one, blocks)
@@ -226,7 +226,7 @@ def expand_lengths(mask: Tensor, seqlen_q: int | None, seqlen_k: int | None) -> 
         if length is None:
             continue
         if mask.size(dim) not in (1, integer(name, length)):
-            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1.")
+            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1")
         sizes = [-1, -1, -1, -1]
         sizes[dim] = length
         mask = mask.expand(*sizes)

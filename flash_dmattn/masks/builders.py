@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..problem import bounded, collapse, values_can_be_read
+from ..problem import bounded, check_device, collapse, values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
@@ -61,7 +61,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
 def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None) -> Tensor:
     """Let each query see `left` keys before its position, its own key, and `right` keys after it.
 
-    Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
+    Query i is aligned with key p = i + seqlen_k - seqlen_q, with p - left <= j <= p + right. `(-1, 0)` is
     the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
 
     Args:
@@ -84,7 +84,7 @@ def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, in
                   [0, 1, 1]]]], dtype=torch.int32)
     """
     if isinstance(window_size, int):
-        raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit.")
+        raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit")
     left, right = (bounded(side) for side in pair("window_size", window_size, -1))
     rows, keys = _positions(seqlen_q, seqlen_k, device)
     if left < 0 and right < 0:
@@ -113,7 +113,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     Raises:
         TypeError: `lengths` is not integer.
         ValueError: `lengths` has another rank or a negative length, or sums to more than `total_length`. On an
-            accelerator values are not looked at: a negative length counts as 0 and what is too long is cut.
+            accelerator values are not looked at: a negative length counts as 0 and a length that is too long as seqlen.
 
     Example:
         >>> document_ids([2, 0, 3], total_length=6)
@@ -126,7 +126,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     if total_length is None:
         total_length = longest
     elif longest > integer("total_length", total_length):
-        raise ValueError(f"lengths sum to {longest}, more than total_length = {total_length}.")
+        raise ValueError(f"lengths sum to {longest}, more than total_length = {total_length}")
     positions = torch.arange(total_length, device=ends.device).expand(*ends.shape[:-1], total_length).contiguous()
     # right=True steps over documents of length 0, whose end is the end of the one before.
     ids = torch.searchsorted(ends, positions, right=True)
@@ -141,7 +141,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
 
     Args:
         ids: integer tensor or list, (Lq,) or (B, Lq): the document of each query, for instance from
-            `document_ids(lengths)`. Negative ids are padding: such a query sees nothing, such a key is unseen.
+            `document_ids(lengths)`. Negative ids are padding: such a query has no keys, and such a key no queries.
         ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
 
     Returns:
@@ -176,7 +176,7 @@ def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[Tensor, Tensor
     if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
         raise ValueError(
             f"ids_k has batch size {keys.size(0)} (shape {tuple(keys.shape)}) and ids has {ids_q.size(0)} "
-            f"(shape {tuple(ids_q.shape)}); they need to be equal, or one of them 1."
+            f"(shape {tuple(ids_q.shape)}); they need to be equal, or one of them 1"
         )
     return ids_q, keys
 
@@ -214,27 +214,27 @@ def padding_mask(
         torch.Size([1, 1, 1, 3])
     """
     if side not in ("right", "left"):
-        raise ValueError(f"side is {side!r}; it needs to be 'right' or 'left'.")
+        raise ValueError(f"side is {side!r}; it needs to be 'right' or 'left'")
     values = as_tensor("lengths_or_mask", lengths_or_mask, device)
     if values.dim() == 2:
         if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
             raise TypeError(
                 f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5 of 1 and 0, "
-                "mask == 0 of 0 and -inf."
+                "mask == 0 of 0 and -inf"
             )
         if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
-            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys.")
+            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys")
         return (values != 0)[:, None, None]
     if values.dim() == 4:
         raise ValueError(
             f"lengths_or_mask has shape {tuple(values.shape)}; it needs to be (B,) or (B, seqlen); what has heads and "
-            "queries is no padding: pass it as mask, mask.bool() of 1 and 0, mask == 0 of 0 and -inf."
+            "queries is no padding: pass it as mask, mask.bool() of 1 and 0, mask == 0 of 0 and -inf"
         )
     is_list = not isinstance(lengths_or_mask, Tensor)
     values = values.long() if is_list and values.numel() == 0 else values  # torch calls an empty list float
     lengths = integer_tensor("lengths_or_mask", values, (1, 2))
     if seqlen is None:
-        raise ValueError("seqlen is None; it needs to be the padded length, because lengths_or_mask holds lengths.")
+        raise ValueError("seqlen is None; it needs to be the padded length, because lengths_or_mask holds lengths")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
     keys = torch.arange(seqlen, device=lengths.device)
     if side == "left":
@@ -310,7 +310,7 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
 
     Args:
         masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
-            means "attend everywhere": it changes nothing in `"and"` and decides `"or"`.
+            means "attend everywhere": it has no effect in `"and"` and is the result of `"or"`.
         op: `"and"` or `"or"`.
 
     Returns:
@@ -329,7 +329,7 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
         torch.Size([1, 1, 1, 2])
     """
     if op not in ("and", "or"):
-        raise ValueError(f"op is {op!r}; it needs to be 'and' or 'or'.")
+        raise ValueError(f"op is {op!r}; it needs to be 'and' or 'or'")
     if not masks:
         raise TypeError("combine() has no masks; it needs one or more, of which each may be None")
     named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
@@ -338,10 +338,7 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
     names = [name for name, _ in named]
     tensors = [collapse(bool_mask(name, mask)) for name, mask in named]
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all need to be on one device."
-            )
+        check_device(name, tensor.device, tensors[0].device, names[0])
     tensors = align_heads(tensors, names)
     common_shape(tensors, names)
     # Small masks first: the full-size product then happens once, at the end. A compiler, which fuses it, need not bind

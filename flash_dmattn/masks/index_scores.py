@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..definition import is_transformed
-from ..problem import check_flag, check_number, dtype_name
+from ..problem import check_device, check_dtype, check_flag, check_floats, check_number
 from .topk import CHUNK_ELEMENTS, rectified, row_chunks
 
 if TYPE_CHECKING:
@@ -60,11 +60,8 @@ class IndexScores:
     def __post_init__(self) -> None:
         for name in ("q", "k", "weights"):
             x = getattr(self, name)
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                has = f"dtype {dtype_name(x.dtype)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-                raise TypeError(f"{name} has {has}; it needs to be a floating-point torch.Tensor")
-            if x.device != self.q.device:
-                raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {self.q.device}")
+            check_floats(name, x)
+            check_device(name, x.device, self.q.device)
         check_flag("relu", self.relu)
         if self.scale is not None:
             check_number("scale", self.scale)
@@ -75,8 +72,7 @@ class IndexScores:
             )
         if self.q.shape[-1] == 0:
             raise ValueError(f"q has shape {tuple(self.q.shape)}; its head_dim needs to be at least 1")
-        if self.k.dtype != self.q.dtype:
-            raise TypeError(f"k has dtype {dtype_name(self.k.dtype)}; it needs that of q, {dtype_name(self.q.dtype)}")
+        check_dtype("k", self.k, self.q.dtype)
         batch, dim = tuple(self.q.shape[:-3]), self.q.shape[-1]
         if self.k.dim() != len(batch) + 2 or tuple(self.k.shape[:-2]) != batch or self.k.shape[-1] != dim:
             raise ValueError(f"k has shape {tuple(self.k.shape)}; it needs to be {batch} + (seqlen_k, {dim})")
@@ -99,7 +95,7 @@ class IndexScores:
                 packed sequences, they name single keys; q, k and weights are then of all tokens, with a batch of 1.
 
         Returns:
-            (*batch, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. R is the number of
+            (*batch, 1, R, K), in the dtype of q, for `biases.ListBias`; 0 where a list has no key. R is the number of
             lists, K of their entries.
 
         Raises:

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..definition import is_transformed, is_watched
-from ..problem import check_strided, check_tensor, collapse, counts_changes, dtype_name, values_can_be_read
+from ..problem import (
+    check_floats,
+    check_strided,
+    collapse,
+    counts_changes,
+    values_can_be_read,
+)
 from ..remembered import Kept
 
 Empty = Literal["softmax", "zero"]
@@ -18,7 +24,7 @@ Rest = Literal["auto", "none", "keep"]
 
 
 class _Parts(NamedTuple):
-    """Both parts of a tensor; `hides` and `leaves` are False where its values say that a part has no effect."""
+    """Both parts of a tensor; `hides` and `leaves` are False where its values show that a part has no effect."""
 
     mask: Tensor | None
     rest: Tensor | None
@@ -55,7 +61,7 @@ def split_additive(
     **A row without a visible key** has three meanings, and they differ:
 
     * The formula, a softmax of the scores, because a constant does not change a row: `empty="softmax"`. A row of -1e9
-      alone sees all its keys, and a row that is -inf throughout sees none. Kernels skip no tile of such rows.
+      alone has all its keys, and a row that is -inf throughout to none. Kernels skip no tile of such rows.
     * Zero, with zero gradients, as in this library and in torch for a bool mask: `empty="zero"`. It is faster, and
       right wherever rows of padding are not read.
     * The mean of the values, nearly: fp32 makes it of -1e9 by rounding scores away. Nothing here imitates it.
@@ -64,7 +70,7 @@ def split_additive(
 
     Args:
         x: float tensor that broadcasts to (*batch, H, Lq, Lk). NaN and +inf stay visible.
-        below: negative number; -inf hides keys at -inf alone. It is compared in the dtype of x.
+        below: negative number; -inf hides only keys at -inf. It is compared in the dtype of x.
         empty: "softmax" or "zero", see above.
         rest: how to find out whether a bias is left.
 
@@ -82,7 +88,7 @@ def split_additive(
 
     Raises:
         TypeError: x is no strided float tensor, or `below` no number.
-        ValueError: x has no dim, `below` is not negative, or `empty` or `rest` is another word. With `rest="none"`: a
+        ValueError: x has no dim, `below` is not negative, or `empty` or `rest` is another string. With `rest="none"`: a
             bias is left, or x has a gradient, which would be lost.
 
     Example:
@@ -103,7 +109,7 @@ def split_additive(
 def separate(
     x: Tensor, below: float = -1e3, *, empty: Empty = "softmax", rest: Rest = "auto"
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Do as `split_additive`, whose arguments it checks; the mask is None where values say that nothing is hidden."""
+    """Do as `split_additive`, whose arguments it checks; the mask is None where values show that none is hidden."""
     _check(x, below, empty, rest)
     is_plain = not (_has_derivative(x) or is_watched(x) or x.is_meta)
     if is_plain and x.is_cuda:
@@ -158,11 +164,9 @@ def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) ->
 
 
 def _check(x: Tensor, below: float, empty: str, rest: str) -> None:
-    check_tensor("x", x)
     check_strided("x", x)
-    if not x.is_floating_point():
-        advice = "; a bool mask needs no split" if x.dtype == torch.bool else ""
-        raise TypeError(f"x has dtype {dtype_name(x.dtype)}; it needs a float dtype{advice}")
+    is_bool = isinstance(x, Tensor) and x.dtype == torch.bool
+    check_floats("x", x, "; a bool mask needs no split" if is_bool else "")
     if x.dim() == 0:
         raise ValueError("x has shape (); it needs at least one dim, the keys")
     check_below(below)

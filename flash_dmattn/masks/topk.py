@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import bounded, check_flag, collapse, hint
-from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, on_one_device, pad
+from ..problem import bounded, check_device, check_flag, collapse, hint
+from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
 # Heads of `IndexScores` whose products exist at once.
 HEADS = 8
@@ -48,7 +48,7 @@ def weighted_products(q: Tensor, k: Tensor, weights: Tensor, relu: bool, scale: 
 
 
 def row_chunks(number: int, step: int) -> list[slice]:
-    """Split rows into chunks. One chunk has no ends, because a loop binds a length that a compiler has a symbol for."""
+    """Split rows into chunks. One chunk has no limits: a loop would bind a length that a compiler has a symbol for."""
     if hint(number) <= hint(step):
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, number, step)]
@@ -110,7 +110,7 @@ def topk_mask(
     """
     k = bounded(integer("k", k, 1))
     check_flag("is_causal", is_causal)
-    # Loops follow the sizes, which a compiler would bind: it sees one operator.
+    # Loops follow the sizes, which a compiler would bind: for it there is one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
     selected: Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
     return selected
@@ -128,15 +128,16 @@ def _selected(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_
 def topk_arguments(scores: Tensor, mask: Tensor | None, seqlen_q: int | None) -> tuple[Tensor, Tensor | None, int]:
     """Check the arguments of `topk_mask`; return scores and mask, 4-D with aligned heads, and the number of queries.
 
-    Scores have no gradient, and dims that were expanded are cut to size 1.
+    Scores have no gradient, and dims that were expanded are reduced to size 1.
     """
     if isinstance(scores, Tensor) and scores.dim() == 0:
-        raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
+        raise ValueError("scores is 0-D; it needs a dim of keys, the last one")
     scores = float_scores(scores)
     allowed = None if mask is None else bool_mask("mask", mask)
-    on_one_device(mask=allowed, scores=scores)
+    if allowed is not None:
+        check_device("mask", allowed.device, scores.device, "scores")
     if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
-        raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
+        raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys")
 
     seqlen_q = _seqlen_q(scores, allowed, seqlen_q)
     scores = collapse(scores, dims=(0, 1, 2))
@@ -157,7 +158,7 @@ def _seqlen_q(scores: Tensor, allowed: Tensor | None, seqlen_q: int | None) -> i
             lengths[name] = tensor.size(2)
     if any(one != other for one, other in pairwise(lengths.values())):
         has = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same.")
+        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same")
     return next(iter(lengths.values()), scores.size(3))
 
 
@@ -309,7 +310,7 @@ def topk_stops(keys: Tensor, k: int) -> Tensor:
 def topk_intervals(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
     """Find the run of queries that keep each key (B, H, Lk), by causal top-k; both ends are 0 if no query keeps it.
 
-    The last query stands at the last key. A query also sees the last `local` keys up to its own.
+    The last query is aligned with the last key. A query also gets the last `local` keys up to its own.
     """
     seqlen_k = keys.size(2)
     position = torch.arange(seqlen_k, device=keys.device)

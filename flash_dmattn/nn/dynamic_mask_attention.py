@@ -9,11 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_dmattn
+from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
-from flash_dmattn.problem import check_flag, check_number, check_strided, check_tensor, dtype_name, values_can_be_read
+from flash_dmattn.problem import (
+    check_device,
+    check_flag,
+    check_floats,
+    check_number,
+    check_strided,
+    check_tensor,
+    check_type,
+    dtype_name,
+    values_can_be_read,
+)
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places
 
@@ -38,7 +49,7 @@ class KVCache:
     storage is allocated ahead and doubled when it runs out. One cache belongs to one layer.
 
     Args:
-        max_length: number of tokens to allocate for at the first `append`; the cache still grows beyond it.
+        max_length: number of tokens to allocate for at the first `append`; the cache still grows past it.
 
     >>> cache = KVCache(max_length=8)
     >>> k = v = torch.zeros(1, 3, 2, 4)
@@ -119,10 +130,8 @@ class KVCache:
         for name, x, needs in (("k", k, "B, L, Hk, D"), ("v", v, "B, L, Hk, Dv"), ("scores", scores, "B, L, Hk")):
             if x is None and name == "scores":
                 continue
-            check_tensor(name, x)
+            check_floats(name, x)
             assert x is not None
-            if not x.is_floating_point():
-                raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs floats")
             if x.dim() != needs.count(",") + 1 or x.shape[:3] != k.shape[:3]:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; beside k of shape {tuple(k.shape)} it needs to be ({needs})"
@@ -140,12 +149,11 @@ class KVCache:
                     f"{name} has shape {tuple(x.shape)}; the cache holds "
                     f"({held.shape[0]}, {self.length}, {', '.join(map(str, held.shape[2:]))}): only dim 1 may differ"
                 )
-            if held.device != x.device:
-                raise ValueError(f"{name} is on {x.device}; the cache is on {held.device}")
+            check_device(name, x.device, held.device, "the cache")
 
 
 def _is_read_only(x: Tensor) -> bool:
-    """Tell whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
+    """Return whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
     return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -188,11 +196,11 @@ class DynamicMaskAttention(nn.Module):
         rope_theta: base of the rotary wavelengths.
         softmax_scale: factor of q @ k; default head_dim ** -0.5.
         qk_norm: normalise q and k per head by their root mean square, with a learned gain, before the rotation.
-        projection_bias: give the four projections a bias of their own.
+        projection_bias: give the 4 projections a bias of their own.
         backend: passed to `flash_dmattn.attention`.
         device, dtype: of the parameters.
 
-    Shapes of the parameters beyond q_proj, k_proj, v_proj, o_proj: score_proj.weight (Hk, Hk * D) is W,
+    Shapes of the parameters besides q_proj, k_proj, v_proj, o_proj: score_proj.weight (Hk, Hk * D) is W,
     score_scale (Hk,) is A.
 
     Raises:
@@ -222,7 +230,7 @@ class DynamicMaskAttention(nn.Module):
         softmax_scale: float | None = None,
         qk_norm: bool = False,
         projection_bias: bool = False,
-        backend: str = "auto",
+        backend: BackendChoice = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -291,16 +299,16 @@ class DynamicMaskAttention(nn.Module):
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
             cache: a `KVCache` of this layer, to which x is appended; None without decoding.
-            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends to itself alone.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends only to itself.
 
         Returns:
-            The shape and dtype of x. A query that sees padding only, or a token of no sequence, gets the o_proj of
+            The shape and dtype of x. A query with only padding, or a token of no sequence, gets the o_proj of
             zero.
 
         Raises:
             TypeError: an argument has the wrong type, or attention_mask is one of floats.
             ValueError: x or attention_mask has the wrong shape, or arguments do not go together.
-            Others: as `KVCache.append`. After an error the cache is as before.
+            Any other error: as `KVCache.append`. After an error the cache is as before.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
         >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
@@ -385,7 +393,10 @@ class DynamicMaskAttention(nn.Module):
 
         The mask is dense here. `forward` has the same as a prepared mask, which has no element for each pair.
 
-        Args: as in `forward`; x is appended to a cache here as well.
+        Args:
+            x: (B, L, hidden_size).
+            attention_mask: (B, Lk), nonzero for real tokens, as in `forward`.
+            cache: the keys and values of earlier tokens; those of x are appended to it, as in `forward`.
 
         Returns:
             q (B, L, Hq, D), k and v (B, Lk, Hk, D), mask (B, Hk, L, Lk) bool, bias (B, Hk, 1, Lk) in fp32 at least.
@@ -409,8 +420,8 @@ class DynamicMaskAttention(nn.Module):
         check_strided("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"cache is a {type(cache).__name__}; it needs to be a KVCache")
+        if cache is not None:
+            check_type("cache", cache, KVCache, "a KVCache")
         past = 0 if cache is None else cache.length
         if attention_mask is not None:  # before the cache changes
             self._check_padding(attention_mask, (x.shape[0], past + x.shape[1]))
@@ -429,7 +440,7 @@ class DynamicMaskAttention(nn.Module):
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it needs to be (batch, keys) = {needed}, "
                 "cached tokens included"
             )
-        # Numbers to be added to scores, 0 for a real token, would say the opposite.
+        # Numbers to be added to scores, 0 for a real token, would mean the opposite.
         if attention_mask.is_floating_point() or attention_mask.is_complex():
             raise TypeError(
                 f"attention_mask has dtype {dtype_name(attention_mask.dtype)}; it needs bools or integers, "
@@ -440,8 +451,7 @@ class DynamicMaskAttention(nn.Module):
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None, sequences: Sequences
     ) -> dict[str, Any]:
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
-        if not isinstance(sequences, Sequences):
-            raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+        check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
         if attention_mask is not None:
             raise ValueError("attention_mask is a tensor; beside sequences it needs to be None: they have no padding")
         if sequences.layout != "packed":
@@ -521,7 +531,7 @@ class DynamicMaskAttention(nn.Module):
             return padding
         scores = ranked(scores)
         if seqlen_q == 1:
-            # A single query sees every key, so that there are no prefixes to sort.
+            # A single query attends to every key, so that there are no prefixes to sort.
             keep = topk_mask(scores, self.keep_window_size, mask=padding)
             if self.local_window_size == 0:
                 return keep
@@ -558,6 +568,6 @@ class DynamicMaskAttention(nn.Module):
         order = run_score_keys(by_sequence[:, :, None], None)
         start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
         position = positions[:, None]
-        # Head by head, because the comparison takes four bytes for each byte of the mask.
+        # Head by head, because the comparison takes 4 bytes for each byte of the mask.
         rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
         return torch.stack(rows)

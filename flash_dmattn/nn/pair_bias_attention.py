@@ -98,7 +98,7 @@ class PairBiasAttention(nn.Module):
                 `attention`, of all dims, (*batch, H or 1, L or 1, L). None without padding.
 
         Returns:
-            (*batch, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
+            (*batch, L, dim) in x's dtype. An entry that is all padding has what o_proj makes of zeros.
 
         Raises:
             TypeError: x, pair or mask is no tensor, or mask none of bools.

@@ -26,7 +26,7 @@ class RelativePositionBias(nn.Module):
         distance = torch.arange(Lk)[None, :] - (torch.arange(Lq) + Lk - Lq)[:, None]
         bias = weight[t5_buckets(distance, ...)].permute(2, 0, 1)[None]      # (1, H, Lq, Lk)
 
-    The last query stands at the last key, as everywhere in `attention`. T5 does not scale its scores: pass
+    The last query is aligned with the last key, as everywhere in `attention`. T5 does not scale its scores: pass
     `softmax_scale=1.0`.
 
     Args:
@@ -42,7 +42,7 @@ class RelativePositionBias(nn.Module):
 
     Raises:
         TypeError: a number is no int, or `is_bidirectional` no bool.
-        ValueError: a number is too small, or an odd `num_buckets` beside `is_bidirectional`.
+        ValueError: a number is too small, or an odd `num_buckets` with `is_bidirectional`.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
@@ -91,7 +91,7 @@ class RelativePositionBias(nn.Module):
 
         Returns:
             A `flash_dmattn.biases.Relative` of the table's dtype, whose size does not depend on lengths. With lengths
-            (1, num_heads, seqlen_q, seqlen_k), contiguous, for backends that read one value for each score alone.
+            (1, num_heads, seqlen_q, seqlen_k), contiguous, for backends that only read one value for each score.
         """
         if seqlen_q is None:
             if seqlen_k is not None:

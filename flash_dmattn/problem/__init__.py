@@ -5,12 +5,16 @@ from .checks import arguments_like as arguments_like
 from .checks import as_scores as as_scores
 from .checks import bounded as bounded
 from .checks import check_broadcast as check_broadcast
+from .checks import check_device as check_device
+from .checks import check_dtype as check_dtype
 from .checks import check_flag as check_flag
+from .checks import check_floats as check_floats
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
 from .checks import check_softcap as check_softcap
 from .checks import check_strided as check_strided
 from .checks import check_tensor as check_tensor
+from .checks import check_type as check_type
 from .checks import check_values as check_values
 from .checks import check_window as check_window
 from .checks import counts_changes as counts_changes
@@ -29,9 +33,9 @@ from .description import Flags as Flags
 from .description import Layout as Layout
 from .description import MaskForm as MaskForm
 from .description import NeedsGrad as NeedsGrad
-from .description import Numbers as Numbers
 from .description import Outside as Outside
 from .description import Packing as Packing
+from .description import RawFlags as RawFlags
 from .description import SequenceSpec as SequenceSpec
 from .description import Shape4 as Shape4
 from .description import TensorSpec as TensorSpec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..definition import is_mapped
-from .description import Layout, Packing, SequenceSpec
+from .description import Layout, Packing, SequenceSpec, dtype_name
 
 # Dimensions of q, and of k and v, in each layout.
 RANKS: dict[Layout, tuple[int, int]] = {"packed": (3, 3), "padded": (4, 4), "paged": (4, 4), "paged_packed": (3, 4)}
@@ -88,10 +88,34 @@ def check_strided(name: str, x: object) -> None:
         )
 
 
-def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
-    """Refuse what is no tensor; `needs` says what the argument needs to be."""
-    if not isinstance(x, Tensor):
+def check_type(name: str, x: object, kind: type, needs: str) -> None:
+    """Refuse what is not of a type; `needs` is what the argument needs to be."""
+    if not isinstance(x, kind):
         raise TypeError(f"{name} is a {type(x).__name__}; it needs to be {needs}")
+
+
+def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
+    """Refuse what is no tensor."""
+    check_type(name, x, Tensor, needs)
+
+
+def check_floats(name: str, x: object, advice: str = "") -> None:
+    """Refuse what is no tensor of floats; the advice is the end of the message of a wrong dtype."""
+    check_tensor(name, x, "a floating-point torch.Tensor")
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs a floating-point dtype{advice}")
+
+
+def check_dtype(name: str, x: Tensor, dtype: torch.dtype, of: str = "q") -> None:
+    """Refuse a tensor of another dtype than the tensor named `of` has."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of {of}, {dtype_name(dtype)}")
+
+
+def check_device(name: str, own: torch.device, device: torch.device, of: str = "q") -> None:
+    """Refuse a tensor that is on another device than the argument named `of`."""
+    if own != device:
+        raise ValueError(f"{name} is on {own}; it needs to be on the device of {of}, {device}")
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -131,12 +155,12 @@ def check_softcap(softcap: float, softmax_scale: float | None) -> float:
 
 
 def is_int(x: object) -> bool:
-    """Tell whether x is an int: a size that a compiler has a symbol for, or a number of NumPy, too; not a bool."""
+    """Return whether x is an int: a size that a compiler has a symbol for, or a number of NumPy, too; not a bool."""
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
 def bounded(x: int) -> int:
-    """Cut an int that is added to positions where it lies beyond all of them, so that sums fit in 64 bits."""
+    """Clamp an int that is added to positions where it is past all of them, so that sums fit in 64 bits."""
     x = x if isinstance(x, (int, torch.SymInt)) else int(x)
     return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
 
@@ -157,9 +181,9 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def values_can_be_read(x: Tensor) -> bool:
-    """Tell whether values may decide an error: reading them must not stop a GPU or break a graph, and some must exist.
+    """Return whether values may be read to check them: without a wait for a GPU or a broken graph, and if any exist.
 
-    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere. Below
+    Fake tensors claim to be on a CPU. They are a subclass, as are other tensors whose values are elsewhere. Below
     `torch.vmap` a tensor has the values of all calls.
     """
     is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
@@ -167,7 +191,7 @@ def values_can_be_read(x: Tensor) -> bool:
 
 
 def counts_changes(x: Tensor) -> bool:
-    """Tell whether `x._version` changes with the values: not in inference mode, nor where NumPy or a process writes."""
+    """Return whether `x._version` changes with the values: not in inference mode or memory of NumPy or a process."""
     if x.is_inference() or x.device.type != "cpu":
         return not x.is_inference()
     storage = x.untyped_storage()
@@ -270,7 +294,7 @@ def check_scores(
         for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
         if dim in by_position and size > 1 and not is_named
     ]
-    # The error does not mention a dim without a name until the others fit.
+    # The error does not mention a dim without a name until all other dims fit.
     without = {x.partition("=")[0] for x in unnamed}
     fits = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
     if not _fits(shape, fits):
@@ -285,7 +309,7 @@ def check_scores(
 
 
 def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:
-    """Tell whether each dim has one of its allowed sizes; () allows any."""
+    """Return whether each dim has one of its allowed sizes; () allows any."""
     for size, sizes in zip(shape, allowed, strict=True):
         # Compared one by one: Dynamo finds no symbol in a tuple.
         if sizes and not any([size == one for one in sizes]):
@@ -294,7 +318,7 @@ def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:
 
 
 def _misfit(name: str, shape: Sequence[int], dims: Sequence[str], allowed: Sequence[tuple[int, ...]]) -> str:
-    """Say which sizes the dims of a shape may have."""
+    """Return a message with the sizes that the dims of a shape may have."""
     wanted = [f"{dim} in {{{', '.join(map(str, sorted({*n})))}}}" for dim, n in zip(dims, allowed, strict=True) if n]
     return (
         f"{name} has shape {tuple(shape)}, read as ({', '.join(dims)}); it needs "

@@ -15,9 +15,9 @@ Shape4 = tuple[int, int, int, int]
 BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"]
-# How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
-# or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
-# packed queries ("paged_packed").
+# The layout of the sequences of a batch. Each is an entry of the batch, of full length ("dense") or used in part
+# ("padded"); or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also
+# beside packed queries ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
@@ -44,7 +44,7 @@ class NeedsGrad(NamedTuple):
     sink: bool = False
 
 
-class Numbers(NamedTuple):
+class RawFlags(NamedTuple):
     """The arguments of `attention` that are no tensors, except the backend, as the caller passed them."""
 
     is_causal: bool = False
@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
 
 class SequenceSpec(NamedTuple):
-    """How the sequences of a call lie.
+    """The layout of the sequences of a call.
 
     Attributes:
         layout: see `Layout`.
@@ -91,7 +91,7 @@ class SequenceSpec(NamedTuple):
         return self.layout == "packed"
 
     def shape_of_tiles(self, mask_heads: int) -> Shape4:
-        """Return the shape of the bool tensor that a `SequenceTileMask` beside these sequences unpacks to."""
+        """Return the shape of the bool tensor that a `SequenceTileMask` with these sequences unpacks to."""
         if self.packs_queries:
             return 1, mask_heads, self.rows_q, self.max_seqlen_k
         return self.number, mask_heads, self.max_seqlen_q, self.max_seqlen_k
@@ -107,7 +107,7 @@ class SequenceSpec(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """The checked numbers of a call.
+    """The checked flags and numbers of a call, made of `RawFlags`, and of its mask, bias and sequences.
 
     Attributes:
         left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
@@ -118,10 +118,10 @@ class Flags(NamedTuple):
         one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
         zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
             call are all there ("error") or get another value. "" without such a bias.
-        block_q, block_k, places: of a mask of lists: how many queries share a list, how many keys an entry stands for,
-            and the entries of a list. 0 without lists.
-        chosen: whether the bias has a value for each entry of the lists, a `Chosen`.
-        sequences: how they lie.
+        block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
+            entries of a list. 0 without lists.
+        chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
+        sequences: their layout.
     """
 
     left: int
@@ -139,7 +139,7 @@ class Flags(NamedTuple):
     outside: Outside | Literal[""] = ""
     block_q: int = 0
     block_k: int = 0
-    places: int = 0
+    list_size: int = 0
     chosen: bool = False
     sequences: SequenceSpec | None = None
 
@@ -202,8 +202,9 @@ class AttentionProblem(NamedTuple):
         num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
         q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
-            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n). Nor
-            is a bias of lists, but `chosen`: its values, (Bv, Hv, Lq or lists, places).
+            the call is its own. `bias` is None for the other kinds of bias:
+        relative: the values of a bias by distance, (Bv, Hv, 1 or Lq, n).
+        chosen: the values of a bias of lists, (Bv, Hv, Lq or lists, entries).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
@@ -282,7 +283,7 @@ class AttentionProblem(NamedTuple):
         return self.bias or self.relative or self.chosen
 
     def with_bias(self, bias: Tensor | None) -> AttentionProblem:
-        """Describe the call with this tensor of a bias, of the kind that the flags say."""
+        """Describe the call with this tensor of a bias, of the kind that the flags name."""
         spec, flags = None if bias is None else spec_of(bias), self.flags
         relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
         return replaced(self, bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
@@ -299,7 +300,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def partly_shared(self) -> tuple[str, ...]:
-        """Name the mask and the bias where some entries of the batch share one and others do not: see `Flags`."""
+        """Name the mask and the bias where only some entries of the batch share one: see `Flags`."""
         if self.sequences is not None:
             return ()
         specs = (("mask", self.mask), ("bias", self.bias_tensor))
@@ -319,13 +320,13 @@ class AttentionProblem(NamedTuple):
         parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
         flags = self.flags
         blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
-        lists = f"lists of {flags.places} {blocks}{'' if flags.block_q == 1 else f' for {flags.block_q} queries'},"
+        lists = f"lists of {flags.list_size} {blocks}{'' if flags.block_q == 1 else f' for {flags.block_q} queries'},"
         names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": lists}
         mask = names.get(self.mask_form, "prepared mask")
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("chosen bias", self.chosen, flags.bias_repeat, flags.bias_packing),
+            ("list bias", self.chosen, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
                 parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
@@ -379,7 +380,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
     "lists": lambda p: p.mask_form == "lists",
-    "chosen_bias": lambda p: p.chosen is not None,
+    "list_bias": lambda p: p.chosen is not None,
 }
 
 
@@ -400,7 +401,7 @@ def make_band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Band | N
     """Return the diagonals of a window that `causal_window` made, aligned bottom-right; None if it forbids nothing."""
     left, right = window
     aligned = seqlen_k - seqlen_q
-    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
+    # Unlimited sides, and limits past the last diagonal, become the diagonal past the last: all sums stay in int32.
     low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
     high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
     return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
@@ -462,7 +463,7 @@ def sm_number(arch: str) -> int | None:
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Tell whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
+    """Return whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
 
     A dim of size 1 among the first three never takes its stride.
     """
@@ -502,7 +503,8 @@ def describe_tensors(
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
     if flags.sequences is not None:
-        _, batch, _, _, seqlen_q, seqlen_k, *_ = flags.sequences
+        spec = flags.sequences
+        batch, seqlen_q, seqlen_k = spec.number, spec.max_seqlen_q, spec.max_seqlen_k
     is_causal = flags.right == 0
     return AttentionProblem(
         q.device.type,
@@ -545,7 +547,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
         chosen=_hints(problem.chosen, "shape", "strides"),
-        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "places")._replace(
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "list_size")._replace(
             sequences=_hints(
                 problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"
             )

@@ -19,7 +19,7 @@ class MaskChoice(NamedTuple):
     Attributes:
         form: see `MaskForm`. A mask with one row for all queries has three prepared forms. Form "keys" is for kernels
             that gather. Form "intervals" has the queries that the band leaves to each key. Form "tiles" has bits, which
-            kernels need beside a bias of one value per score.
+            kernels need with a bias of one value per score.
         reorder: for the form "intervals": whether kept keys come first. Calls then copy k and v in that order, and
             only kept keys cost time.
     """
@@ -51,7 +51,7 @@ class MaskView(NamedTuple):
 
 
 class SequenceView(NamedTuple):
-    """Where S sequences lie, as kernels receive it.
+    """The bounds of S sequences, as kernels receive them.
 
     Attributes:
         bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
@@ -97,11 +97,11 @@ class Inputs(NamedTuple):
     """The tensors of a call, as a pass of a backend receives them.
 
     Attributes:
-        q, k, v: (B, L, H, D); for passes with `Backend.reads_as_arrived` as `AttentionProblem.arrival` says.
+        q, k, v: (B, L, H, D); for passes with `Backend.reads_as_arrived` in the layout `AttentionProblem.arrival`.
         mask: in the form that the problem names.
         bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
         sink: (Hq,).
-        sequences: where the sequences of the batch lie.
+        sequences: the bounds of the sequences of the batch.
         dropout: int64 (2,), the key of dropout.
     """
 
@@ -154,11 +154,11 @@ class Saved(NamedTuple):
         return Saved(x.in_rows(arrival), result_in_rows(out, arrival), result_in_rows(lse, arrival))
 
 
-class Parts(NamedTuple):
+class SavedLayout(NamedTuple):
     """How the tensors that autograd keeps of a call make `Inputs` and `Saved`: the same for all calls of a plan.
 
     Attributes:
-        mask_form: the form of the mask, whose tensors come first among the others.
+        mask_form: the form of the mask, whose tensors come first among the tensors without gradients.
         num_sequence_tensors: the number of tensors of sequences, which come next.
         has_dropout: whether the key of dropout comes last.
     """
@@ -182,7 +182,7 @@ class Parts(NamedTuple):
         return Saved(self.inputs(*inputs), out, lse)
 
 
-def parts_of(p: AttentionProblem) -> Parts:
-    """Return the parts of the calls of a class, whose masks are in the form that the problem names."""
+def saved_layout_of(p: AttentionProblem) -> SavedLayout:
+    """Return the layout of the saved tensors of a class of calls, whose masks have the form that the problem names."""
     spec = p.sequences
-    return Parts(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)
+    return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)

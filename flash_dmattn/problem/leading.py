@@ -1,4 +1,4 @@
-"""Fold dims into the four that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
+"""Fold dims into the 4 that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
 
 q, k and v (*batch, L, H, D) become (B, L, H, D), B the product of batch. A mask or a bias keeps a batch of its own, of
 Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. In a call with a batch of (B1, B2), a mask of
@@ -34,16 +34,16 @@ class _Folded(NamedTuple):
     x: Any
     repeat: int
     dims: Dims  # the leading dims before they were folded, each 1 or full
-    note: str | None = None  # says why it was copied
+    note: str | None = None  # why it was copied
 
 
 def fold_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None, is_chosen: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None, is_list_bias: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
     """Fold the leading dims of a call: q, k, v, mask, bias, these dims, the repeats, and notes on copied tensors.
 
-    A mask or a bias of a wrong type passes, for validation to refuse. `by_distance` and `is_chosen` say what kind of
-    bias has these values, and whether each query has its own.
+    A mask or a bias of a wrong type passes, for validation to refuse. `by_distance` and `is_list_bias` tell what kind
+    of bias has these values, and whether each query has its own.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         check_strided(name, x)
@@ -54,7 +54,7 @@ def fold_call(
     notes = [_copying(name, x, leading) for name, x in zip("qkv", (q, k, v)) if not has_one_stride(x, leading)]
     sizes = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
     mask = _fold_checked("mask", mask, sizes, k.shape[-2])
-    if is_chosen:
+    if is_list_bias:
         values_fit = mask.x.sizes_of_values
         bias = _fold_values(bias, sizes, lambda shape: check_values(shape, sizes[:-2], k.shape[-2], *values_fit))
     elif by_distance is None:
@@ -119,9 +119,9 @@ def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Fold
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
     """Fold a tensor (*dims, ...) of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    A shared dim between two that are not has to be expanded: no repeat describes it. Without `repeats` no part of the
-    batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0 count
-    as size 1, so that none of them is copied.
+    A shared dim between two that are not has to be expanded: no number of repeats is right. Without `repeats` no part
+    of the batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0
+    count as size 1, so that none of them is copied.
     """
     leading = len(batch)
     if not keeps_shape:
@@ -143,7 +143,7 @@ def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeat
 
 
 def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
-    """Cut every dim that was expanded (stride 0) back to size 1."""
+    """Reduce every dim that was expanded (stride 0) to size 1."""
     for dim in dims:
         if x.shape[dim] > 1 and x.stride(dim) == 0:
             x = x.narrow(dim, 0, 1)
@@ -151,7 +151,7 @@ def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
-    """Expand the leading dims that lie between full ones; return the dims and their repeat.
+    """Expand the leading dims between full ones; return the dims and how often they repeat.
 
     >>> _sharing((2, 1), (2, 5)), _sharing((1, 5), (2, 5)), _sharing((2, 1, 3, 1), (2, 5, 3, 4))
     (((2, 1), 5), ((1, 5), 1), ((2, 5, 3, 1), 4))
@@ -178,7 +178,7 @@ def merge(x: Tensor, leading: int) -> Tensor:
 
 
 def has_one_stride(x: Tensor, leading: int) -> bool:
-    """Tell whether so many leading dims are one dim of one stride, so that `merge` is a view.
+    """Return whether so many leading dims are one dim of one stride, so that `merge` is a view.
 
     >>> import torch
     >>> x = torch.zeros(2, 3, 5)
@@ -210,8 +210,16 @@ class MappedCall:
     Tensors that are not mapped are shared: k and v are expanded over the mapped dim, a mask or a bias keeps its
     entries. A bias that needs a gradient has one in each of the calls, so it is expanded, too.
 
-    The arguments describe one mapped call, the attributes of the same names the one call. Without `repeats` a part of
-    the batch may not share an entry of a mask or a bias.
+    Without `repeats` a part of the batch may not share an entry of a mask or a bias.
+
+    Args:
+        size: how many calls there are.
+        in_dims, mask_dims: the mapped dim of q, k, v and bias, and of each tensor of the mask.
+        mapped_problem, mapped_inputs, mapped_mask: of each of the calls.
+        needs_grad: of the one call.
+
+    Attributes:
+        problem, inputs, mask: of the one call.
     """
 
     def __init__(
@@ -219,41 +227,40 @@ class MappedCall:
         size: int,
         in_dims: Sequence[int | None],
         mask_dims: Sequence[int | None],
-        problem: AttentionProblem,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        mask: Sequence[Tensor],
+        mapped_problem: AttentionProblem,
+        mapped_inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        mapped_mask: Sequence[Tensor],
         needs_grad: NeedsGrad,
         repeats: bool,
         *,
         is_backward: bool = False,
     ) -> None:
         self._size, self._repeats = size, repeats
-        self._batch = problem.batch
-        q, k, v, bias = inputs
+        self._batch = mapped_problem.batch
+        q, k, v, bias = mapped_inputs
         q, k, v = (self.fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
-        flags = problem.flags
-        mask_spec = None
+        flags, mask, mask_spec = mapped_problem.flags, list(mapped_mask), None
         if bias is not None:
             own, dim = needs_grad.bias, in_dims[3]
             self._bias_dtype, self._bias_batch = bias.dtype, bias.shape[0 if dim is None or dim > 0 else 1]
             self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and is_backward)
             bias = self._folded_bias.x
             flags = replaced(flags, bias_repeat=self._folded_bias.repeat)
-        if problem.mask is not None:
+        if mapped_problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
-            is_dense = problem.mask_form == "dense"
+            is_dense = mapped_problem.mask_form == "dense"
             folded = [
                 self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
-                for x, dim in zip(mask, mask_dims, strict=True)
+                for x, dim in zip(mapped_mask, mask_dims, strict=True)
             ]
             mask, flags = [x for x, *_ in folded], replaced(flags, mask_repeat=folded[0].repeat)
-            shape = (mask[0].shape[0], *problem.mask.shape[1:])
+            shape = (mask[0].shape[0], *mapped_problem.mask.shape[1:])
             mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
         folded_problem: AttentionProblem = replaced(
-            problem,
-            batch=size * problem.batch,
+            mapped_problem,
+            batch=size * mapped_problem.batch,
             q_strides=spec_of(q).strides,
             k_strides=spec_of(k).strides,
             v_strides=spec_of(v).strides,
@@ -287,5 +294,5 @@ class MappedCall:
         entries = x.shape[1]
         batch = (self._size, self._batch // max(entries * repeat, 1), entries, repeat)
         if math.prod(batch) != self._size * self._batch:
-            batch = (self._size, 1, self._batch, 1)  # no entries beside an empty batch
+            batch = (self._size, 1, self._batch, 1)  # no entries for an empty batch
         return _fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)

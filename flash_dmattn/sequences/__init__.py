@@ -1,4 +1,4 @@
-"""Sequences of many lengths in one call: where they lie, the way there from a padded batch, and into a cache."""
+"""Sequences of many lengths in one call: their layout, the way there from a padded batch, and into a cache."""
 
 from .cache_writes import append_to_cache
 from .layout import Sequences

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import FLOAT_DTYPES, PACKED_QUERIES, Layout, check_tensor, dtype_name, values_can_be_read
+from ..problem import (
+    FLOAT_DTYPES,
+    PACKED_QUERIES,
+    Layout,
+    check_device,
+    check_dtype,
+    check_tensor,
+    check_type,
+    dtype_name,
+    values_can_be_read,
+)
 from .layout import Sequences, token_places
 
 
@@ -27,7 +37,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     gradient.
 
     Args:
-        k_cache: (S, Lk, Hk, D) beside padded sequences, (pages, page_size, Hk, D) beside paged ones, (Tk, Hk, D) beside
+        k_cache: (S, Lk, Hk, D) with padded sequences, (pages, page_size, Hk, D) with paged ones, (Tk, Hk, D) with
             packed ones, whose slots `cu_seqlens_k` bounds. float16, bfloat16, float32 or float64; any strides.
         v_cache: the same of values, with head dim Dv; None, as v then, for a cache of one kind.
         k: (S, L, Hk, D), or packed (T, Hk, D) where the sequences pack queries; dtype and device of `k_cache`.
@@ -38,7 +48,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes or devices do not fit; a gradient is needed; a cache reads one place for several keys. On a
             CPU also: a sequence has more new tokens than keys, two keys go to one place, a page does not exist. On a
-            GPU wrong values write to wrong places of the cache, and never beyond it.
+            GPU wrong values write to wrong places of the cache, and never outside of it.
 
     >>> import torch, flash_dmattn
     >>> k_cache, v_cache = torch.zeros(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -50,10 +60,9 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     >>> flash_dmattn.attention(q, k_cache, v_cache, is_causal=True, sequences=cache).shape
     torch.Size([2, 1, 4, 32])
     """
-    if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     tensors = {"k_cache": k_cache, "k": k}
-    if v_cache is not None or v is not None:  # None of one alone is refused
+    if v_cache is not None or v is not None:  # None for only one is refused
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
     _check_tensors(tensors, sequences)
     _, view = sequences.lay_out(k, k_cache, k_cache, names=("k", "k_cache", "k_cache"), rows="new tokens")
@@ -74,11 +83,8 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
         check_tensor(name, x)
         if x.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64")
-        if x.dtype != k_cache.dtype:
-            wanted = dtype_name(k_cache.dtype)
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of k_cache, {wanted}")
-        if x.device != sequences.device:
-            raise ValueError(f"{name} is on {x.device}; it needs to be where the sequences are, on {sequences.device}")
+        check_dtype(name, x, k_cache.dtype, "k_cache")
+        check_device(name, x.device, sequences.device, "sequences")
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
                 f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"
@@ -90,7 +96,7 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Tell whether values of a tensor share memory; only by strides of 0 while compiling, where sizes are symbols."""
+    """Return whether values of a tensor share memory; only by strides of 0 while compiling, where sizes are symbols."""
     dims = [(stride, n) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
     if torch.compiler.is_compiling() or x.numel() == 0:
         return any(stride == 0 for stride, _ in dims)
@@ -143,7 +149,7 @@ class CacheWrite(NamedTuple):
     Caches are (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); new ones (S, L, Hk, ·) or (1, T,
     Hk, ·). v_cache and v are None for a cache of one kind. `bounds` and `block_table` belong to a `SequenceView` whose
     queries are the new tokens. Entries of the table may be wrong, and a sequence may have fewer keys than new tokens:
-    neither may write beyond the caches.
+    neither may write outside of the caches.
     """
 
     k_cache: Tensor

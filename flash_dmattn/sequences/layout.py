@@ -1,4 +1,4 @@
-"""`Sequences`: where the sequences of a batch lie, packed one after another, padded, or with keys in pages."""
+"""`Sequences`: the layout of the sequences of a batch, packed one after another, padded, or with keys in pages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ..problem import (
 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
-# How many layouts one object keeps, for instance for caches of several lengths. A layout has four numbers a sequence.
+# How many layouts one object keeps, for instance for caches of several lengths. A layout has 4 numbers a sequence.
 _MOST_LAYOUTS = 8
 _NAMES = ("q", "k", "v")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sequences:
-    """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
+    """The layout of the S sequences of a batch: made once for a batch, and passed to `attention` by all of its layers.
 
     `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
     the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on.
@@ -84,7 +84,7 @@ class Sequences:
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they change no bit of a
                 result. A mask or a bias by position needs them, because they are its sizes. Without cu_seqlens_k,
                 max_seqlen_k is max_seqlen_q by default.
-            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are
+            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; later ones are
                 ignored.
 
         Raises:
@@ -110,25 +110,26 @@ class Sequences:
         )
 
     @staticmethod
-    def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
+    def padded(*, seqlens_q: Tensor | None = None, seqlens_k: Tensor) -> Sequences:
         """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
         Causality and windows align the last used query with the last used key.
 
         Args:
-            seqlens_k: (S,), int32 or int64: how many keys of each slot are used.
-            seqlens_q: the same of the queries; None for all Lq.
+            seqlens_q: (S,), int32 or int64: how many queries of each slot are used; None for all Lq.
+            seqlens_k: (S,), how many keys of each slot are used.
 
-        Raises: as `packed`.
+        Raises:
+            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
 
         >>> import torch, flash_dmattn
         >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
-        >>> used = flash_dmattn.Sequences.padded(torch.tensor([9, 4]))  # a cache: what lies behind is not read
+        >>> used = flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([9, 4]))  # keys 4 to 8 of a slot are not read
         >>> out = flash_dmattn.attention(q, k, v, sequences=used)
         >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
         True
         """
-        _check_integers({"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}, "seqlens_k")
+        _check_integers({"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}, "seqlens_k")
         return _checked(Sequences("padded", seqlens_q=seqlens_q, seqlens_k=seqlens_k))
 
     @staticmethod
@@ -152,7 +153,8 @@ class Sequences:
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size by
                 default. They decide which kernels run, and so how results are rounded.
 
-        Raises: as `packed`.
+        Raises:
+            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -258,7 +260,7 @@ class Sequences:
         )
 
     def bounds_of(self, spec: SequenceSpec) -> Tensor:
-        """Make the bounds of a `SequenceView` anew: int32 (S, 4), within q, k and v whatever the tensors say.
+        """Make the bounds of a `SequenceView` anew: int32 (S, 4), within q, k and v whatever the tensors hold.
 
         It reads no values, and so does not wait for a GPU.
         """
@@ -328,7 +330,7 @@ class Sequences:
             q, k: of a call, to check the values against their sizes, too.
 
         Raises:
-            ValueError: a sequence ends before it begins, is longer than its slot or its bound, or reaches beyond q or
+            ValueError: a sequence has a negative length, is longer than its slot or its bound, or reaches past q or
                 k; or a page does not exist.
         """
         spec, pages = None, 0
@@ -355,8 +357,10 @@ class Sequences:
 torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
 
 
-def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
-    """Check q, k, v and the mask of a call with sequences, and describe and lay out the sequences."""
+def check_and_lay_out(
+    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
+) -> tuple[SequenceSpec, SequenceView]:
+    """Check q, k, v and the mask of a call with sequences, and lay out the sequences."""
     if not isinstance(sequences, Sequences):
         raise TypeError(
             f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences, as Sequences.packed "
@@ -377,7 +381,7 @@ def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object)
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
 _PAGES = "(pages, page_size, heads, head_dim)"
-# Shapes of q, k and v. Braces stand for the name of rows.
+# Shapes of q, k and v. Braces are replaced by the name of rows.
 _SHAPES = {
     "packed": (_TOKENS, *[_TOKENS.format("keys")] * 2),
     "padded": (_SLOTS, *[_SLOTS.format("keys")] * 2),
@@ -387,14 +391,14 @@ _SHAPES = {
 
 
 def _state(x: Tensor) -> int | Tensor | None:
-    """Return what tells later whether x has changed: its version; without one a copy, unless that waits for a GPU."""
+    """Return a state that differs if x has changed: its version; else a copy, unless that waits for a GPU."""
     if counts_changes(x):
         return x._version
     return x.clone() if x.device.type == "cpu" else None
 
 
 def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
-    """Tell whether no tensor has changed since its state was taken; False where nobody can tell."""
+    """Return whether no tensor has changed since its state was taken; False where nobody can tell."""
     for x, state in zip(tensors, states, strict=True):
         if counts_changes(x):
             if isinstance(state, Tensor) or x._version != state:
@@ -453,7 +457,7 @@ def _checked(sequences: Sequences) -> Sequences:
 def _safe_bounds(
     cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the first query, or key, of each sequence, and how many it has: int32, cut to rows that the tensor has."""
+    """Return the first query, or key, of each sequence, and how many it has: int32, within the rows of the tensor."""
     limit = min(rows, most)
     if used is not None:
         used = used.clamp(0, limit).to(torch.int32)  # clamped first: int64 has values that int32 has not
@@ -502,7 +506,7 @@ class TokenPlaces(NamedTuple):
     """Where each row of (S, L, ...) or (1, T, ...) belongs, all rows flattened: int64 (rows,) twice, and bool.
 
     `own` is the sequence, any existing one for a row of no sequence. `place` is the place among its tokens, which may
-    be negative or beyond them; `is_used` says whether the row is a token of its sequence.
+    be negative or past them; `is_used` is whether the row is a token of its sequence.
     """
 
     own: Tensor

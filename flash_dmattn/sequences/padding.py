@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import check_tensor
+from ..problem import check_device, check_tensor
 from .layout import Sequences
 
 
 class Padding:
     """The padding of a batch: takes it out of tensors, and puts it back.
 
-    A model then computes embeddings and MLPs for real tokens alone, and gives `sequences` to attention. Making one
+    A model then computes embeddings and MLPs only for real tokens, and gives `sequences` to attention. Making one
     waits for the device once, to count the tokens.
 
     Args:
-        mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may stand on either side, or
+        mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may be on either side, or
             between.
 
     Attributes:
-        sequences: where the tokens of each sequence lie: `Sequences.packed` with max_seqlen_q and max_seqlen_k.
+        sequences: the tokens of each sequence: `Sequences.packed` with max_seqlen_q and max_seqlen_k.
         indices: int64 (tokens,), the place of each in the flattened batch.
 
     Raises:
@@ -81,10 +81,7 @@ class Padding:
 
     def _check(self, name: str, x: Tensor) -> None:
         check_tensor(name, x)
-        if x.device != self.indices.device:
-            raise ValueError(
-                f"{name} is on {x.device}; it needs to be on the device of the mask, {self.indices.device}"
-            )
+        check_device(name, x.device, self.indices.device, "the mask")
 
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`.
@@ -104,7 +101,7 @@ torch.serialization.add_safe_globals([restore_padding])
 class Jagged:
     """A call whose q, k and v are `torch.nested` tensors of the jagged layout, (S, j, H, D): tokens and sequences.
 
-    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` says where they lie.
+    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` has their layout.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:

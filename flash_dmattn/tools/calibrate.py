@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import disabled, process
+from ..dispatch.config import BackendName, disabled, process
 from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
 from .info import find_driver
 from .verify import CASES, Outcome, verify_on
 
-# eager first: it is the yardstick of the others, and compiles nothing. flex last: it compiles longest.
+# eager first: it is the yardstick of all backends, and compiles nothing. flex last: it compiles longest.
 ORDER = ("eager", "sdpa", "triton", "flex")
 CHECK_SHARE = 0.35  # of the time, after which no further check starts
 ROW_SECONDS = 0.6  # of repetitions, for each backend and row
@@ -105,7 +105,7 @@ def backends_of(arch: str) -> tuple[str, ...]:
 
 
 def share(chosen: int | Literal["cpu"], path: str) -> int:
-    """Write the profile of the GPU of an index to a file for others; return 1 where there is none, else 0."""
+    """Write the profile of the GPU of an index to a file to share; return 1 where there is none, else 0."""
     device, why = device_of(chosen)
     if device is None:
         return fail(why)
@@ -235,7 +235,7 @@ def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
 
 
 def effect(arch: str, left_out: str, what: str, reader: str, taken: str) -> str:
-    """Say what a part of a profile, "rules" or "tiles", will change for its reader, and what was left out of it."""
+    """Return lines on what a part of a profile, "rules" or "tiles", changes for its reader, and what it lacks."""
     lines = [left_out] if left_out else []
     if process.profile == "off":
         lines.append(f"FLASH_DMATTN_PROFILE=off: {reader} reads none in this environment")
@@ -266,7 +266,7 @@ class Progress:
         self.done, self.started, self.on_terminal = 0, clock(), stream.isatty()
 
     def step(self, name: str) -> None:
-        """Begin a step, which ends the one before it."""
+        """Begin a step, and end the one before it."""
         seconds = self.clock() - self.started
         filled = _BAR * self.done // max(1, self.total)
         text = f"[{'#' * filled}{'.' * (_BAR - filled)}] {self.done:2}/{self.total}  {seconds:4.0f} s  {name}"
@@ -402,7 +402,9 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
     return call
 
 
-def measure(row: Row, backend: str, seconds: float, device: torch.device, timer: Timer, shrink: int = 1) -> Figures:
+def measure(
+    row: Row, backend: BackendName, seconds: float, device: torch.device, timer: Timer, shrink: int = 1
+) -> Figures:
     """Time a backend on a row; a refusal, an exception or a result that is not finite is the error of the figures.
 
     Args:

@@ -2,7 +2,7 @@
 profile.
 
 Each class of tiles is compiled and checked by a process of its own. A tile whose machine code fails then spoils the GPU
-for that process alone, and processes compile side by side. After that this process times the tiles that were right.
+only for that process, and processes compile side by side. After that this process times the tiles that were right.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
+from ..dispatch.config import BackendName
 from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
@@ -51,7 +52,7 @@ MOST_PROCESSES = 12
 _PROCESS_BYTES = 3 << 30  # of GPU memory that a process may need
 
 BATCH, NUM_HEADS, SEQLEN, SEQLEN_BIAS = 2, 8, 4096, 2048
-# The gradients that make the backward pass run a kernel, and few others. "product" needs what "keys" stores.
+# The gradients that make the backward pass run a kernel, and few more. "product" needs what "keys" stores.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "forward": (),
     "keys": ("k", "v"),
@@ -81,7 +82,7 @@ class TileClass(NamedTuple):
 
 
 def _classes() -> Iterator[TileClass]:
-    """List the classes of most programs first: where the time ends, the last ones are not reached."""
+    """List the classes of most programs first: if time is short, the last ones are not reached."""
     for rows in ((64, 128), (256,)):
         for has_bias in (False, True):
             kernels = ("forward", "keys", "queries", *(("product", "bias") if has_bias else ()))
@@ -198,7 +199,7 @@ def table(timed: Mapping[str, Times]) -> str:
 
 @contextlib.contextmanager
 def preferring(name: str, sizes: Sizes) -> Iterator[None]:
-    """Let the kernels of a class take a tile; all others take the tile table."""
+    """Let the kernels of a class take a tile; other kernels take the tile table."""
     preferred_tiles.prefer(lambda arch: {name: sizes})
     try:
         yield
@@ -223,7 +224,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
 
     call: dict[str, Any] = {name: normal(name, BATCH, seqlen, NUM_HEADS, each.row) for name in ("q", "k", "v")}
     if each.has_bias:
-        # The batch shares a bias whose gradient has a kernel of its own, beside which "queries" computes dq.
+        # The batch shares a bias whose gradient has a kernel of its own, with which "queries" computes dq.
         batch = 1 if each.kernel in ("queries", "bias") else BATCH
         call["bias"] = normal("bias", batch, NUM_HEADS, seqlen, seqlen)
     else:
@@ -231,7 +232,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
     return call
 
 
-def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[[], tuple[Tensor, ...]]:
+def pass_of(each: TileClass, call: Mapping[str, Any], backend: BackendName) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs the pass of a call with the kernel of a class, and returns its results."""
 
     def forward() -> tuple[Tensor, ...]:
@@ -251,8 +252,8 @@ def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[
 def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, shrink: int = 1) -> Verdicts:
     """Compare the results of each tile with the results of the first, by the rule of accuracy.
 
-    Errors are taken beside eager PyTorch in fp32. A tile is right if its error is at most RATIO times the error
-    of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
+    Errors are compared with errors of eager PyTorch in fp32. A tile is right if its error is at most RATIO times the
+    error of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
     """
     call = call_of(each, device, shrink)
     exact_call = dict(call)
@@ -268,7 +269,7 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
             with preferring(each.name, sizes):
                 run = run or pass_of(each, call, "triton")
                 errors = [error(x.detach(), y) for x, y in zip(run(), exact, strict=True)]
-        except Exception as raised:  # any failure of a tile is what is asked for
+        except Exception as raised:  # any failure of a tile is a result here
             verdicts[sizes] = message_of(raised)
             if not limits or _is_broken(device):
                 break

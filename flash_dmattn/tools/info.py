@@ -103,7 +103,7 @@ def _profiles() -> Report:
     for arch in profiles.arches_here():
         there = profiles.find(arch)
         made = None if there.profile is None else there.profile.made
-        # On Hopper what was measured beforehand decides, and a profile only where it is asked to.
+        # On Hopper what was measured beforehand counts, and a profile only where settings say so.
         decides = there.profile is not None and (arch != "sm_90" or process.rules == "profile")
         report[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
     return report
@@ -112,7 +112,7 @@ def _profiles() -> Report:
 def _imported(name: str) -> Report:
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
+    except Exception as error:  # a broken installation raises whatever it likes, and the report has to show what
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         return {"error": "not installed" if is_missing else f"{type(error).__name__}: {error}"}
     return {"version": getattr(module, "__version__", "unknown")}
@@ -261,7 +261,7 @@ def _extension_lines(build: Report) -> list[str]:
 
 
 def _profile_lines(profiles: Report) -> list[str]:
-    """Say what auto goes by on each architecture, with the command that makes a profile where there is none."""
+    """Return what auto uses on each architecture, with the command that makes a profile where there is none."""
     lines = []
     for arch, profile in profiles.items():
         if profile["made"] is None:

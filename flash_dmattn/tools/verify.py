@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..backends.protocol import Reason
-from ..dispatch.config import BackendChoice, disabled
+from ..dispatch.config import BackendChoice, disabled, parse_choice
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import available_backends
 from ..explanation import Explanation, explain
@@ -89,7 +89,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one backend on one case: errors beside their limits, or the reasons why it did not run."""
+    """The result of one backend on one case: errors with their limits, or the reasons why it did not run."""
 
     backend: str
     device: str
@@ -159,7 +159,7 @@ def verify_on(
 ) -> list[Outcome]:
     """Run some backends on every case on one device; write the table to `stream` row by row.
 
-    Once `has_time`, which is asked before each case, says no, no further case is begun.
+    Once `has_time`, which is called before each case, is False, no further case is begun.
     """
     name = dtype_name(dtype)
     header = "backend".ljust(11) + "case".ljust(23) + "".join(x.ljust(15) for x in (*OUTPUTS, *GRADIENTS)) + "verdict"
@@ -233,8 +233,8 @@ class Sample:
         limits = {name: RATIO * x + FLOOR for name, x in errors.items()}
         return replace(self._outcome("formula"), errors=errors, limits=limits)
 
-    def check(self, backend: str, may_be_part: bool) -> Outcome:
-        """Compare a backend with the formula; `may_be_part` lets it run less of a call that it refuses as a whole.
+    def check(self, backend: str, allow_partial: bool) -> Outcome:
+        """Compare a backend with the formula; `allow_partial` lets it run less of a call that it refuses as a whole.
 
         One case shows a part: to compile one for each case would take minutes.
         """
@@ -242,7 +242,7 @@ class Sample:
         reasons = self._refusal(backend, wanted)
         partner = self._backward_partner(backend) if reasons else None
         if reasons and partner is None:
-            parts = (OUTPUTS, OUTPUTS[:1]) if may_be_part else ()
+            parts = (OUTPUTS, OUTPUTS[:1]) if allow_partial else ()
             wanted = next((part for part in parts if not self._refusal(backend, part)), ())
         changes: dict[str, Any] = {"reasons": reasons, "backward": partner}
         if wanted:
@@ -274,7 +274,7 @@ class Sample:
         if BACKENDS[backend].is_differentiable:
             return None
         others = (x for x in available_backends() if x != backend and not BACKENDS[x].is_differentiable)
-        return next((x for x in others if self.explain(backend=(backend, x)).error is None), None)
+        return next((x for x in others if self.explain(backend=parse_choice(f"{backend},{x}")).error is None), None)
 
     def _leaves(self, wanted: tuple[str, ...], exact: bool = False) -> dict[str, Any]:
         tensors = {name: x.double() if exact else x for name, x in self.tensors.items()}

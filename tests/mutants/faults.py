@@ -251,7 +251,7 @@ _PYTHON = (
     Fault(
         "a cached plan runs on a backend that was disabled since",
         "flash_dmattn/call.py",
-        "            around.disabled,\n",
+        "            active_blocks.disabled,\n",
         "",
         (f"{_PLANS}test_settings_outside_of_the_call_are_noticed",),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...gradients import takes_tokens
+from ...gradients import accepts_packed_layout
 from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Probe
@@ -73,7 +73,9 @@ BACKEND = Backend(
     # With one query the heads of a group become rows of one tile, and their mask is packed after that.
     reads_dense=lambda problem, direction: direction == "forward" and has_group_rows(problem),
     # Tokens without views; no pass takes head-first tensors.
-    reads_as_arrived=lambda problem, direction: problem.arrival == "tokens" and takes_tokens(problem, direction),
+    reads_as_arrived=lambda problem, direction: (
+        problem.arrival == "tokens" and accepts_packed_layout(problem, direction)
+    ),
     refuses_entries=refuses_entries,
     wide_lse=True,
     stores_dbias=True,

@@ -1,4 +1,4 @@
-"""The compiled extension flash_dmattn._C: finds it, reads what it was built for, and loads it if that fits."""
+"""The compiled extension flash_dmattn._C: finds it, reads what it was built for, and imports it if that fits."""
 
 from __future__ import annotations
 

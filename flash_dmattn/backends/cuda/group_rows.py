@@ -24,7 +24,7 @@ def has_group_rows(p: AttentionProblem) -> bool:
 
 
 def keys_in_sight(seqlen_k: int, window: tuple[int, int]) -> tuple[int, int]:
-    """Return the first key that the one query sees, and the key after the last."""
+    """Return the first key that the one query attends to, and the key after the last."""
     band = make_band(1, seqlen_k, window)
     return (0, seqlen_k) if band is None else (max(0, band.low), min(seqlen_k, band.high + 1))
 
@@ -53,7 +53,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
         bias=spec(p.bias),
         is_causal=False,
         window_size=(-1, -1),
-        flags=p.flags._replace(left=-1, right=-1, one_mask_row=False),  # every query sees all of the sliced keys
+        flags=p.flags._replace(left=-1, right=-1, one_mask_row=False),  # every query attends to all of the sliced keys
     )
     choice = MaskChoice() if p.mask_form == "none" else prepared_form(rows, gathers=False)
     attend = plan(rows._replace(mask_form=choice.form))

@@ -64,8 +64,8 @@ def reader(
 
 
 COLUMNS = 8  # rows of 16-bit values start on 16 bytes, at which they are read and written, if this divides their length
-_SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
-_MOST = 4  # a bias with a value for each score is copied if that takes at most so many times their values
+_SHARED_COPY_RATIO = 4  # a copy of a shared bias is small if q, k, v and out have so many times its values
+_MAX_COPY_RATIO = 4  # a bias with a value for each score is copied if it has at most so many times their values
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -89,7 +89,7 @@ def _is_small_and_shared(p: AttentionProblem) -> bool:
     shape, strides, _ = p.bias
     if p.batch == 1 or not (shape[0] == 1 or strides[0] == 0):
         return False
-    return _SMALL * _copied_values(shape, strides) <= _operand_values(p)
+    return _SHARED_COPY_RATIO * _copied_values(shape, strides) <= _operand_values(p)
 
 
 def _operand_values(p: AttentionProblem) -> int:
@@ -104,7 +104,7 @@ def _has_short_rows(p: AttentionProblem) -> bool:
     assert p.bias is not None
     shape, strides, _ = p.bias
     is_whole = shape[:2] == (p.batch, p.num_heads) and 0 not in strides[:2]
-    return is_whole and _copied_values(shape, strides) <= _MOST * _operand_values(p)
+    return is_whole and _copied_values(shape, strides) <= _MAX_COPY_RATIO * _operand_values(p)
 
 
 def copies_bias(p: AttentionProblem) -> bool:
@@ -118,7 +118,7 @@ def copies_bias(p: AttentionProblem) -> bool:
 def forward_copies_bias(p: AttentionProblem) -> bool:
     """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
 
-    Narrow heads have kernels of more rows with tiles. A copy beside a mask would have what no query sees.
+    Narrow heads have kernels of more rows with tiles. With a mask, a copy would have values of hidden keys.
     """
     if not copies_bias(p):
         return False
@@ -134,7 +134,7 @@ def copies_scores(p: AttentionProblem) -> bool:
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
-    """Return whether rows of dbias may have any length: it is then copied from sums or from longer rows."""
+    """Return whether rows of dbias may have any length, because dbias is copied out of a padded buffer or of sums."""
     return p.bias is not None and ((p.bias.shape[0] == 1 and _is_small_and_shared(p)) or pads_dbias(p))
 
 
@@ -199,7 +199,7 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
     """Return whether kernels can write a dbias of one value per query and key into rows of a larger tensor.
 
-    Only the main kernel can, by TMA. It serves a bias with a value for each entry and head, without softcap or dropout.
+    Only the main kernel can, by TMA. It takes a bias with a value for each entry and head, without softcap or dropout.
     Other kernels want a contiguous dbias.
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):

@@ -1,8 +1,9 @@
 """Computes calls whose mask or bias is shared by a part of the batch, part by part.
 
-The kernels read either one entry of a mask or a bias for all entries of the batch, or one for each. A part is a run of
-entries of the batch for which one of these holds. With batch dims (B1, B2), each of the B1 runs of B2 entries is a
-part, both for a bias with batch dims (B1, 1) and for one with (1, B2). `Flags` says which entry is read.
+With batch dims (B1, B2), a bias may have batch dims (B1, 1) or (1, B2). The kernels read either one entry of a mask or
+a bias for all entries of the batch, or one for each. So each of the B1 runs of B2 entries is computed as a call of its
+own: in it either all entries share one, or each has one. This module calls a run a part. `Flags` tells which entry is
+read.
 """
 
 from __future__ import annotations

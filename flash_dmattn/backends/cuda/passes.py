@@ -1,4 +1,4 @@
-"""Plans both passes of calls without sequences: the problem of a class of calls decides, and the passes then run."""
+"""Plans both passes of calls without sequences: the problem of a class of calls is enough, and the passes then run."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_part
 NUM_KV_SPLITS = 0
 # Number of work tiles that share a tile of a dbias (csrc/api/backward_schedule.h): 0 lets the operator choose.
 NUM_DBIAS_CHUNKS = 0
+# Codes of `Flags.outside` in the extension (csrc/api/call.h): 0 without a bias by distance, 1 for the first or
+# last value, 2 for the value 0.
+_OUTSIDE = {"": 0, "error": 1, "clamp": 1, "zero": 2}
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
@@ -95,8 +98,8 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
 
 def _distances(p: AttentionProblem) -> tuple[int, int]:
-    """Return what a bias by distance has outside of its values, the first or the last (1) or 0 (2), and its zero."""
-    return {"": 0, "error": 1, "clamp": 1, "zero": 2}[p.flags.outside], p.flags.zero
+    """Return the code of `Flags.outside` in the extension, and `Flags.zero`."""
+    return _OUTSIDE[p.flags.outside], p.flags.zero
 
 
 def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:

@@ -317,7 +317,7 @@ def _least_tiles(p: AttentionProblem) -> int:
     if _serves_few_queries(p):
         return 1
     if p.mask_form == "intervals" or prepared_form(p, gathers=False).reorder:
-        return 1  # triton puts keys in order by many small operations, or loads single keys
+        return 1  # triton puts keys in order by many small operations, or reads single keys
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
@@ -439,7 +439,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "fixed_order",
         lambda p: (
-            p.softcap > 0  # the backward kernels of triton are slower then, and for wide heads
+            p.softcap > 0  # the backward kernels of triton are slower then, and for large heads
             or max(p.head_dim, p.head_dim_v) > _NARROW
             or not (p.deterministic and p.needs_grad.q and _dbias_is_whole(p))
             or _has_two_key_tiles(p)

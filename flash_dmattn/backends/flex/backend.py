@@ -15,14 +15,14 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, bias_class, d
 from ..protocol import Availability, Backend, Forward, Probe, Rule
 from .blocks import BLOCK
 from .call import attend_dense, graph_module, widens
-from .sequences import attend_sequences, extents
+from .sequences import attend_sequences, side_sizes
 
 _INT32_MAX = 2**31 - 1
 
 
 def _largest_row_span(p: AttentionProblem) -> int:
     if p.sequences is not None:  # in rows that follow each other
-        return max(side.rows for side in extents(p.sequences)) * max(p.head_dim, p.head_dim_v)
+        return max(side.rows for side in side_sizes(p.sequences)) * max(p.head_dim, p.head_dim_v)
     # The kernels add batch and head to the pointer in 64 bits, then row and column in 32.
     return max(1 + max(rows - 1, 0) * strides[1] + (dim - 1) * strides[3] for (_, rows, _, dim), strides in p.rows)
 
@@ -31,7 +31,7 @@ def _listed_tiles(p: AttentionProblem) -> int:
     """Count the elements of a tile list of a call with sequences."""
     if p.sequences is None:
         return 0
-    queries, keys = extents(p.sequences)
+    queries, keys = side_sizes(p.sequences)
     return queries.tiles * keys.tiles * (1 if p.mask is None or p.mask.broadcast()[1] else p.num_heads)
 
 
@@ -187,7 +187,7 @@ probe = Probe(_load)
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Say what a call costs beyond its kernels, for `explain`."""
+    """Return notes on the costs of a call besides its kernels, for `explain`."""
     costs = []
     bias, needs = problem.bias, problem.needs_grad
     if bias is not None and widens(bias.dtype, needs.bias, bias_class(bias.shape, bias.strides)):
@@ -202,7 +202,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     if problem.relative is not None:
         costs.append("lays out the values of bias in float32, one for each distance of the call")
     if problem.sequences is not None:
-        queries, keys = extents(problem.sequences)
+        queries, keys = side_sizes(problem.sequences)
         dims = problem.head_dim + problem.head_dim_v
         # Queries: q and out; keys: k and v.
         copied = (queries.rows * problem.num_heads + keys.rows * problem.num_heads_k) * dims * problem.dtype.itemsize

@@ -17,7 +17,7 @@ BLOCK = 128
 
 # The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts
 # (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that a
-# row allows everywhere, for which the kernel reads no mask. The same four for each column follow. A count says how many
+# row allows everywhere, for which the kernel reads no mask. The same four for each column follow. A count is how many
 # of the indices are read.
 Lists = tuple[Tensor, ...]
 
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """Return the limits on key - query; None where a limit excludes no pair, as for 1 query or a wide window."""
+    """Return the limits on key - query; None where a limit excludes no pair, as for 1 query or a large window."""
     offset = problem.seqlen_k - problem.seqlen_q
     left, right = problem.window
     lower = offset - left if left >= 0 else None

@@ -38,9 +38,9 @@ def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def _with_each_distance(problem: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Lay out the values of a bias by distance, one for each distance of the call, and say where distance 0 lies.
+    """Lay out the values of a bias by distance, one for each distance of the call, and return the index of distance 0.
 
-    So the graph has no ends to clamp, to which most pairs of a long call would add their gradient.
+    So the graph has no limits to clamp to, to which most pairs of a long call would add their gradient.
     """
     bias = bias_of(problem, x)
     assert isinstance(bias, Distances)
@@ -86,7 +86,7 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it lacks.
 
-    `packing` says how mask and bias are read through the places of `blocks`; None reads by row and column.
+    `packing` is how mask and bias are read through the places of `blocks`; None reads by row and column.
     """
     mask, bias, row_bias = x.mask.dense, x.bias, None
     batch, seqlen_q, num_heads, _ = x.q.shape
@@ -178,7 +178,8 @@ def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
 def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
     """Add the gradient of a bias of one number per query: out does not depend on it, and lse as on a summand.
 
-    Summing ds over the keys would give the same but for the rounding of delta, which is then all that is left of it.
+    The sum of ds over the keys is equal to it in exact arithmetic. In 16 bits nearly all of the sum would be the
+    rounding error of delta.
     """
     out = results[0] + bias.flatten()[:0].sum().to(results[0].dtype)
     if len(results) == 1:
@@ -191,7 +192,7 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
 
 
 def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
-    """Join the sinks of heads to results of keys alone.
+    """Join the sinks of heads to results that were computed from keys only.
 
     A score_mod of one more key would need a row of k and v for it. Through logsigmoid and logaddexp the gradient of a
     sink stays exact, also where the sink takes little or nearly everything.

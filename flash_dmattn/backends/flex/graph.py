@@ -31,7 +31,7 @@ class Shared(NamedTuple):
         dims: which of (batch, head, query, key) it has.
         group: query heads for each head of it.
         entries: (repeat, size): entry b of the batch reads entry b // repeat % size. None where each has its own.
-        packing: how a value per score is read beside sequences, whose rows are laid out anew. "none" reads by sequence
+        packing: how a value per score is read with sequences, whose rows are laid out anew. "none" reads by sequence
             and place, "queries" by token and place of the key; None reads by row and column.
     """
 
@@ -73,7 +73,7 @@ def run(
 ) -> tuple[Tensor, ...]:
     """Run FlexAttention on (B, L, H, D) tensors, and return (out,) or (out, lse).
 
-    `mask` and `bias` have 4 dims, of size 1 where `form` says that they lack one.
+    `mask` and `bias` have 4 dims, of size 1 where `form` has none.
     """
     lists, lower, upper, places, origin = blocks
     # Locals, as a closure over `form` would capture every value in it, and floats cannot be captured.
@@ -138,7 +138,7 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     (has_b, has_h, has_i, has_j), group, entries, packing = shared
     zero = b * 0
     if packing is not None and places is not None:
-        # Not the constant: beside rows that are loaded Inductor takes an index with it for one number, and fails to
+        # Not the constant: with rows that are loaded Inductor takes an index with it for one number, and fails to
         # compile the gradient (torch 2.11). The batch of such a call has one entry, so b is 0.
         zero = b
         b = places.sequence[i] if packing == "none" else b

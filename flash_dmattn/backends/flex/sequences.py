@@ -35,9 +35,9 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
     mask_packing: Packing | None = None
     bias_packing: Packing | None = None
     if mask is not None:
-        mask, mask_packing = lay_out(mask, problem.flags.mask_packing, queries, keys)
+        mask, mask_packing = as_rows(mask, problem.flags.mask_packing, queries, keys)
     if bias is not None:
-        bias, bias_packing = lay_out(bias, problem.flags.bias_packing, queries, keys)
+        bias, bias_packing = as_rows(bias, problem.flags.bias_packing, queries, keys)
     if mask_packing is None and bias_packing is None:
         blocks = blocks._replace(places=None)
     rows = x._replace(
@@ -59,13 +59,13 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
     return out, lse
 
 
-def _in_rows(x: Tensor, side: Side) -> Tensor:
+def _in_rows(x: Tensor, side: SequenceRows) -> Tensor:
     """Bring q, k or v (entries, tokens, H, D) into the order of the rows, (1, rows, H, D), each head contiguous."""
     # Always with 4 dims: Inductor's CPU kernel fails on a view of what a graph has computed with fewer (torch 2.13).
     return move_rows(x.flatten(0, 1)[None].transpose(1, 2), 2, side.token, side.row).transpose(1, 2)
 
 
-class Extent(NamedTuple):
+class SideSize(NamedTuple):
     """How many queries or keys a call may have; Python numbers, as tensors are sized by them.
 
     Attributes:
@@ -86,28 +86,28 @@ class Extent(NamedTuple):
         return self.tiles * BLOCK
 
 
-def extents(spec: SequenceSpec) -> tuple[Extent, Extent]:
+def side_sizes(spec: SequenceSpec) -> tuple[SideSize, SideSize]:
     """Bound the queries and the keys of a call; a side without tokens counts as one of 1 token."""
     sides = ((spec.rows_q, spec.max_seqlen_q, spec.packs_queries), (spec.rows_k, spec.max_seqlen_k, spec.packs_keys))
-    queries, keys = (_extent(spec.number, *side) for side in sides)
+    queries, keys = (_side_size(spec.number, *side) for side in sides)
     return queries, keys
 
 
-def _extent(number: int, tokens: int, bound: int, is_packed: bool) -> Extent:
+def _side_size(number: int, tokens: int, bound: int, is_packed: bool) -> SideSize:
     tokens = 1 if tokens == 0 else tokens
     most = min(tokens, 1 if bound == 0 else bound)
     tiles = number * ((most + BLOCK - 1) // BLOCK)
     if is_packed:
         # Each sequence has at most one tile that it does not fill.
         tiles = min(tiles, tokens // BLOCK + number)
-    return Extent(1 if is_packed else number, tokens, is_packed, most, tiles)
+    return SideSize(1 if is_packed else number, tokens, is_packed, most, tiles)
 
 
-class Side(NamedTuple):
+class SequenceRows(NamedTuple):
     """Queries or keys in rows of tiles: int32.
 
     Attributes:
-        token: (rows,), which of all tokens lies in each row; -1 in an empty row.
+        token: (rows,), which of all tokens is in each row; -1 in an empty row.
         row: (tokens,), the row of each token; -1 for a token that no sequence has.
         sequence, place: (rows,), the sequence of each row, and the place of its token in it. An empty row has the place
             of another token of its sequence: kernels add to a gradient there what they mask, which is 0, or NaN if
@@ -123,8 +123,8 @@ class Side(NamedTuple):
 class SequenceBlocks(NamedTuple):
     """The rows that sequences are laid out in, and the lists, limits and places of a call on these rows."""
 
-    queries: Side
-    keys: Side
+    queries: SequenceRows
+    keys: SequenceRows
     blocks: Blocks
 
 
@@ -136,7 +136,7 @@ _kept = WeakTensorKeyDictionary()
 def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | None) -> SequenceBlocks:
     """Lay out the sequences of a call, one at least, and make its lists and limits, without waiting for the device."""
     assert problem.sequences is not None
-    sides, window = extents(problem.sequences), problem.window
+    sides, window = side_sizes(problem.sequences), problem.window
     numbers: list[Any] = [problem.flags.mask_packing, *map(list, sides), *window, problem.num_heads]
     if torch.compiler.is_compiling():
         return _named(_SEQUENCES(bounds, mask, *numbers))
@@ -151,7 +151,7 @@ def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | No
 
 
 def _named(x: list[Tensor]) -> SequenceBlocks:
-    queries, keys = Side(*x[:4]), Side(*x[4:8])
+    queries, keys = SequenceRows(*x[:4]), SequenceRows(*x[4:8])
     places = Places(queries.sequence, queries.place, x[8], keys.place)
     return SequenceBlocks(queries, keys, Blocks(tuple(x[11:]), x[9], x[10], places))
 
@@ -160,14 +160,14 @@ def _sequence_tensors(
     bounds: Tensor,
     mask: Tensor | None,
     packing: Packing,
-    extent_q: list[int],
-    extent_k: list[int],
+    size_q: list[int],
+    size_k: list[int],
     left: int,
     right: int,
     num_heads: int,
 ) -> list[Tensor]:
-    queries, _ = _side(bounds[:, :2], Extent(*extent_q))
-    keys, first_row_k = _side(bounds[:, 2:], Extent(*extent_k))
+    queries, _ = _sequence_rows(bounds[:, :2], SideSize(*size_q))
+    keys, first_row_k = _sequence_rows(bounds[:, 2:], SideSize(*size_k))
     some, every = _band_classes(bounds, queries, keys, left, right)
     if mask is not None:
         mask_some, mask_every = _mask_classes(mask, packing, queries, keys)
@@ -178,9 +178,9 @@ def _sequence_tensors(
 
 
 def _sequences_fake(
-    bounds: Tensor, mask: Tensor | None, packing: Packing, extent_q: list[int], extent_k: list[int], *numbers: int
+    bounds: Tensor, mask: Tensor | None, packing: Packing, size_q: list[int], size_k: list[int], *numbers: int
 ) -> list[Tensor]:
-    queries, keys = Extent(*extent_q), Extent(*extent_k)
+    queries, keys = SideSize(*size_q), SideSize(*size_k)
     heads = 1 if mask is None or mask.shape[1] == 1 else numbers[-1]
     shapes: list[tuple[int, ...]] = []
     for side in (queries, keys):
@@ -191,14 +191,14 @@ def _sequences_fake(
 
 _SEQUENCES = define(
     "flex_sequences",
-    "(Tensor bounds, Tensor? mask, str packing, SymInt[] extent_q, SymInt[] extent_k, SymInt left, SymInt right, "
+    "(Tensor bounds, Tensor? mask, str packing, SymInt[] size_q, SymInt[] size_k, SymInt left, SymInt right, "
     "SymInt num_heads) -> Tensor[]",
     _sequence_tensors,
     _sequences_fake,
 )
 
 
-def _side(bounds: Tensor, extent: Extent) -> tuple[Side, Tensor]:
+def _sequence_rows(bounds: Tensor, size: SideSize) -> tuple[SequenceRows, Tensor]:
     """Lay out the queries or the keys; also return the first row of each sequence, int32 (S,).
 
     `bounds` are the first token and the number of tokens of each sequence, int32 (S, 2).
@@ -206,7 +206,7 @@ def _side(bounds: Tensor, extent: Extent) -> tuple[Side, Tensor]:
     tiles = (bounds[:, 1] + (BLOCK - 1)) // BLOCK
     ends = tiles.cumsum(0, dtype=torch.int32)
     first_tile = ends - tiles
-    tile = torch.arange(extent.tiles, device=bounds.device, dtype=torch.int32)
+    tile = torch.arange(size.tiles, device=bounds.device, dtype=torch.int32)
     own = torch.searchsorted(ends, tile, right=True, out_int32=True)
     is_used = (own < len(ends))[:, None]  # tiles are left over where sequences are shorter than they may be
     own = own.clamp(max=len(ends) - 1)
@@ -214,16 +214,16 @@ def _side(bounds: Tensor, extent: Extent) -> tuple[Side, Tensor]:
     own = own[:, None]
     place = local * BLOCK + torch.arange(BLOCK, device=bounds.device, dtype=torch.int32)
     length = bounds[:, 1][own]
-    first = bounds[:, 0][own] if extent.is_packed else own * extent.tokens
+    first = bounds[:, 0][own] if size.is_packed else own * size.tokens
     token = (first + place).masked_fill(~(is_used & (place < length)), -1)
-    tokens = token_places(bounds, extent.entries, extent.tokens, bool(extent.is_packed))
+    tokens = token_places(bounds, size.entries, size.tokens, bool(size.is_packed))
     row = (first_tile[tokens.own] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
-    place = place % length.clamp(1, extent.most)
-    side = Side(token.flatten(), row.to(torch.int32), own.expand(-1, BLOCK).flatten(), place.flatten())
+    place = place % length.clamp(1, size.most)
+    side = SequenceRows(token.flatten(), row.to(torch.int32), own.expand(-1, BLOCK).flatten(), place.flatten())
     return side, first_tile * BLOCK
 
 
-def _limits(bounds: Tensor, queries: Side, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
+def _limits(bounds: Tensor, queries: SequenceRows, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
     """Return the first and the last row of keys that each row of queries may see: int32, 1 and 0 for an empty row."""
     seqlen_q, seqlen_k = bounds[:, 1], bounds[:, 3]
     own = queries.sequence
@@ -235,7 +235,9 @@ def _limits(bounds: Tensor, queries: Side, first_row_k: Tensor, left: int, right
     return (first + lower).masked_fill(is_empty, 1), (first + upper).masked_fill(is_empty, 0)
 
 
-def _band_classes(bounds: Tensor, queries: Side, keys: Side, left: int, right: int) -> tuple[Tensor, Tensor]:
+def _band_classes(
+    bounds: Tensor, queries: SequenceRows, keys: SequenceRows, left: int, right: int
+) -> tuple[Tensor, Tensor]:
     """Return which tiles hold a pair in the band of a sequence, and which only such pairs: (1, 1, rows, columns)."""
     # A tile belongs to the sequence of its first row, which has a token unless the tile is left over.
     own_q, own_k = queries.sequence[::BLOCK], keys.sequence[::BLOCK]
@@ -251,9 +253,9 @@ def _band_classes(bounds: Tensor, queries: Side, keys: Side, left: int, right: i
     return some[None, None], (some & every & is_full)[None, None]
 
 
-def _mask_classes(mask: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Tensor]:
+def _mask_classes(mask: Tensor, packing: Packing, queries: SequenceRows, keys: SequenceRows) -> tuple[Tensor, Tensor]:
     """Classify the tiles of a mask as `mask_classes` does; tiles that are not full, or have two sequences, get any."""
-    x, read = lay_out(mask, packing, queries, keys)
+    x, read = as_rows(mask, packing, queries, keys)
     local_q, local_k = (side.place[::BLOCK] // BLOCK for side in (queries, keys))
     if read == "queries":
         is_empty = queries.token[:, None] < 0
@@ -300,11 +302,11 @@ def _read_rows(x: Tensor, dim: int, which: Tensor, fill: float) -> Tensor:
     return write(x.index_select(dim, which.clamp(min=0)), is_none, fill)
 
 
-def lay_out(x: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Packing | None]:
+def as_rows(x: Tensor, packing: Packing, queries: SequenceRows, keys: SequenceRows) -> tuple[Tensor, Packing | None]:
     """Bring a mask or a bias into the order of the rows, and name the packing by which it is still to be read.
 
     A tensor with a value per score stays as it is, and is read through `Places`: see `graph.Shared`. Any other one is
-    copied into the order of the rows, and None says so.
+    copied into the order of the rows, and the second result is None.
     """
     b, _, i, j = x.shape
     if i > 1 and j > 1:

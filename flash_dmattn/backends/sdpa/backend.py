@@ -49,7 +49,7 @@ def runs_flash(p: AttentionProblem) -> bool:
 
 
 def _on_efficient(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
-    """Make a rule's condition bind memory-efficient attention alone."""
+    """Make a rule's condition bind only memory-efficient attention."""
     return lambda p: p.device != "cuda" or runs_flash(p) or holds(p)
 
 

@@ -19,8 +19,8 @@ from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# Causal calls of so many queries are cut into blocks. In longer ones few of the keys that the kernel visits are hidden,
-# and it takes more queries at a time.
+# Causal calls of so many queries are split into blocks. In longer ones few of the keys that the kernel visits are
+# hidden, and it takes more queries at a time.
 _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
 # Rows with a larger lse are left to eager, in both passes: roundings of their scores differ by more than exp holds. A
@@ -70,7 +70,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
 
 
 def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]:
-    """Return `inputs -> q, k, v` as (B, H, L, D) with rows of unit stride: the kernel reads others wrongly."""
+    """Return `inputs -> q, k, v` as (B, H, L, D) with rows of unit stride: the kernel reads other layouts wrongly."""
     is_read = p.head_dim == 1 or p.q_strides[3] == p.k_strides[3] == p.v_strides[3] == 1
     if p.arrival == "heads_first":
         return (lambda x: x[:3]) if is_read else lambda x: (x.q.contiguous(), x.k.contiguous(), x.v.contiguous())
@@ -115,7 +115,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             if not _size(lse, torch.inf) < torch.inf:  # or NaN
                 limits = mask if x.bias is None or added is None else added(x.mask.dense, None)
                 out, lse = _without_hidden(out, lse, q, k, v, mask, limits, is_causal, scale)
-            # Rows that see no key, for which the kernel writes 0. A bias of -inf beside a score of NaN is NaN.
+            # Rows that see no key, for which the kernel writes 0. A bias of -inf plus a score of NaN is NaN.
             if x.bias is None or _size(q, torch.inf) + _size(k, torch.inf) < torch.inf:
                 is_empty = ~_sees_key(mask, is_causal)
                 out, lse = out.masked_fill(is_empty.mT[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
@@ -158,7 +158,7 @@ def _is_usual(lse: Tensor, largest: float = _EXACT_LSE) -> bool:
 
 
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend causally, block by block of queries: the kernel visits up to 512 keys beyond the diagonal.
+    """Attend causally, block by block of queries: the kernel visits up to 512 keys past the diagonal.
 
     Each block attends to the keys before it, and causally to its own; the two results are joined by their lse.
     """
@@ -181,14 +181,14 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
 
 
 def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
-    """Return whether each query sees a key, bool (B or 1, H or 1, Lq or 1)."""
+    """Return whether each query attends to a key, bool (B or 1, H or 1, Lq or 1)."""
     for dim in range(3):
         mask = mask[(slice(None),) * dim + (slice(1),)] if mask.stride(dim) == 0 else mask
     seen = mask != -torch.inf  # NaN is seen
     if not is_causal:
         return seen.any(-1)
     if seen.shape[2] == 1:
-        return seen[:, :, 0].cumsum(-1) > 0  # query i sees the keys up to i
+        return seen[:, :, 0].cumsum(-1) > 0  # query i attends to the keys up to i
     return seen.tril().any(-1)
 
 

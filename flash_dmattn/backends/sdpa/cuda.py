@@ -91,8 +91,8 @@ def _has_packed_pairs(p: AttentionProblem) -> bool:
 def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
     """Return where queries and keys of each sequence begin and end, int32 (2 S,).
 
-    The kernel takes them for 2 S - 1 sequences. Every other one is what lies between two sequences, mostly nothing,
-    and has results that nobody reads.
+    The kernel takes them for 2 S - 1 sequences. Sequences with odd numbers are gaps between two sequences, mostly of
+    length 0; nobody reads their results.
     """
     assert x.sequences is not None
     first_q, number_q, first_k, number_k = x.sequences.bounds.unbind(1)
@@ -150,7 +150,7 @@ def _plan_packed_backward(p: AttentionProblem) -> Backward:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Copy x where kernels cannot read it: its rows have no unit stride, begin off 16 bytes, or stand for several."""
+    """Copy x where kernels cannot read it: rows of no unit stride, rows off 16 bytes, or one row read as several."""
     unit = 16 // x.element_size()
     others = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     is_read = x.stride(3) == 1 and all(stride > 0 and stride % unit == 0 for stride in others)

@@ -191,11 +191,12 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    short = [probe().usable and is_short(p, direction) for direction in ("forward", "backward")]
-    if not short[1] and probe().usable and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
+    works = probe().usable
+    short_forward, short_backward = works and is_short(p, "forward"), works and is_short(p, "backward")
+    if works and not short_backward and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     reads_bools = p.mask_form == "dense" and has_few_pairs(p)
-    ordered = () if reads_bools or all(short) else interval_notes(problem, gathers=True)
+    ordered = () if reads_bools or (short_forward and short_backward) else interval_notes(problem, gathers=True)
     return (*ordered, *copies)
 
 
@@ -205,7 +206,7 @@ BACKEND = Backend(
     plan_backward=plan_backward,
     plan_tangents=plan_tangents,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -16,7 +16,7 @@ from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
 MAX_BLOCK_OF_QUERIES = 128
-# Head dims above 256, as of latent heads, have kernels for 16 bits alone: tiles of fp32 do not fit.
+# Head dims above 256, as of latent heads, have kernels only for 16 bits: tiles of fp32 are too large.
 MAX_HEAD_DIM, MAX_WIDE_HEAD_DIMS = 256, (576, 512)
 # Tiles of a bool mask are as fast as lists of single keys where Lk * G is so many times K: see docs/notes/lists.md.
 _LEVEL = 256
@@ -40,7 +40,7 @@ def _fits_tiles(p: AttentionProblem) -> bool:
 
 
 def _pitch(page_size: int, strides: tuple[int, ...]) -> int:
-    """Return how many rows of keys lie from a page of a cache to the next; 0 where they are no whole number."""
+    """Return the number of rows of keys from a page of a cache to the next; 0 where they are no whole number."""
     if page_size == 1:
         return 1
     return 0 if strides[1] == 0 or strides[0] % strides[1] else strides[0] // strides[1]
@@ -119,22 +119,22 @@ RULES: tuple[Rule, ...] = (
             f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
             "of lists read one value per key, have no gradient of it, and read none beside sequences"
         ),
-        "pass biases.Chosen(values, bias), with zeros for values",
+        "pass biases.ListBias(values, bias), with zeros for values",
     ),
 )
 
 
 def notes(p: AttentionProblem) -> tuple[str, ...]:
-    """Say where tiles of a bool mask would be as fast as a call with lists."""
+    """Note where tiles of a bool mask would be as fast as a call with lists."""
     if p.sequences is not None:
         blocks = ("takes blocks of keys as single keys beside sequences",)
         return blocks if p.flags.block_k > 1 else ()
     group = p.num_heads // p.num_heads_k
-    if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.places:
+    if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.list_size:
         return ()
     return (
-        f"reads a key of a list for one query and {group} heads: with {p.flags.places} of {p.seqlen_k} keys in a list, "
-        "PreparedMask.from_mask(mask.dense()) may be as fast where its bits fit in memory",
+        f"reads a key of a list for one query and {group} heads: with {p.flags.list_size} of {p.seqlen_k} keys in a "
+        "list, PreparedMask.from_mask(mask.dense()) may be as fast where its bits fit in memory",
     )
 
 
@@ -142,7 +142,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls with lists."""
     if p.sequences is not None:
         return _forward_beside_sequences(p)
-    if not (has_pairs(p) and p.flags.places):
+    if not (has_pairs(p) and p.flags.list_size):
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
 
@@ -157,7 +157,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls with lists."""
     if p.sequences is not None:
         return _backward_beside_sequences(p)
-    if not (has_pairs(p) and p.flags.places):
+    if not (has_pairs(p) and p.flags.list_size):
         return differentiate_without_keys(p)
     calls, numbers = _kernels(), _numbers(p)
     needs = calls.ListNeeds(*p.needs_grad)
@@ -204,17 +204,17 @@ def _of_rows(p: AttentionProblem) -> AttentionProblem:
     spec = p.sequences
     assert spec is not None
     flags = p.flags
-    flags = flags._replace(left=-1, right=-1, block_k=1, places=flags.places * flags.block_k, sequences=None)
+    flags = flags._replace(left=-1, right=-1, block_k=1, list_size=flags.list_size * flags.block_k, sequences=None)
     batch = 1 if spec.packs_queries else spec.number
     return p._replace(batch=batch, seqlen_q=spec.rows_q, seqlen_k=spec.rows_k, flags=flags)
 
 
 def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Turn a call beside sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
+    """Turn a call with sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
 
-    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are cut to what their queries see,
-    so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq). Nothing waits
-    for the device.
+    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are shortened to keys that their
+    queries see, so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq).
+    Nothing waits for the device.
     """
     from ...masks.prepared.lists import keys_seen  # importing flash_dmattn does not need it
 

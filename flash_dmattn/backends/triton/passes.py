@@ -1,4 +1,4 @@
-"""Both passes on the Triton kernels; a launch plan serves a class of calls whose tensors have equal alignment."""
+"""Both passes on the Triton kernels; a launch plan is for a class of calls whose tensors have equal alignment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...gradients import (
+    accepts_packed_layout,
     allocate_outputs,
     contiguous_strides,
     differentiate_without_keys,
@@ -18,7 +19,6 @@ from ...gradients import (
     fill_empty,
     has_pairs,
     run_without_keys,
-    takes_tokens,
 )
 from ...problem import AttentionProblem, Gradients, MaskView
 from ...problem.inputs import Inputs, Saved, result_in_rows
@@ -83,7 +83,7 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass of a call takes a bool mask as it is; beside sequences `packs_beside_sequences` decides."""
+    """Return whether a pass of a call takes a bool mask as it is; with sequences see `packs_beside_sequences`."""
     if p.sequences is not None:
         return False
     if direction == "tangents":
@@ -94,13 +94,13 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
 def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
-    Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
-    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of wide heads, which cuts rows.
+    Head-first tensors are only for passes with short rows. Their backward pass allocates gradients like q, k and v,
+    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of large heads, which cuts rows.
     """
     if p.mask_form == "lists":
         return False
     if p.arrival == "tokens":
-        return takes_tokens(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
+        return accepts_packed_layout(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
     if not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
         return False
     if direction == "forward":
@@ -121,7 +121,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
     groups = p.sequences is None and not short and has_group_rows(p) and _shares_keys_of_group(p)
-    copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
+    copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
 
     def make_plan(x: Inputs) -> Callable[..., None]:
@@ -140,7 +140,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             x = launch.readable(x)
         if groups and x.mask.dense is not None:
             x = x._replace(mask=launch.packed_for_group_rows(x.mask.dense, x.q, x.k, flags))
-        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), *_places(x))
+        key = (plan_token, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), *_places(x))
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x))
@@ -179,7 +179,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return differentiate_without_keys(p)
     launch, flags, arrival, needs_grad = kernels(), p.flags, p.arrival, p.needs_grad
     has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
-    copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
+    copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
     unit_rows = launch.unit_rows
 
@@ -207,7 +207,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), saved.lse.dtype, strides, *places)
+        key = (plan_token, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), saved.lse.dtype, strides, *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
@@ -219,17 +219,17 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 def _tiles_of_tree(p: AttentionProblem, x: Inputs) -> MaskView:
     """Convert a tree for the backward kernels, which read none: a mask of all keys, with the window of the call."""
-    from ...masks.prepared.operators import packer  # importing flash_dmattn does not need it
+    from ...masks.prepared.operators import packer_for  # importing flash_dmattn does not need it
     from ...masks.prepared.packing import unpack_tree
 
     assert p.sequences is not None and x.sequences is not None
     pairs = unpack_tree(x.mask.tensors[0])[:, None]
-    tiles = packer(pairs).pack_sequences(pairs, x.sequences.bounds, "tree", p.sequences, p.window)
+    tiles = packer_for(pairs).pack_sequences(pairs, x.sequences.bounds, "tree", p.sequences, p.window)
     return MaskView("sequence_tiles", tuple(tiles))
 
 
 def _places(x: Inputs, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return the alignment of each tensor, in bytes modulo 16, or None if all are 0; and where pages lie."""
+    """Return the alignment of each tensor, in bytes modulo 16, or None if all are 0; and size and stride of pages."""
     q, k, v, mask, bias, sink, sequences, dropout = x
     tensors, pages = (q, k, v, bias, sink, dropout, *mask.tensors, *others), None
     if sequences is not None:

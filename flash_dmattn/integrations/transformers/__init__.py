@@ -1,6 +1,6 @@
 """flash_dmattn as an attention implementation of transformers, under the name "dmattn"; docs/transformers.md.
 
-`register` makes the name known. `check` says what each attention module of a model runs on.
+`register` makes the name known. `check` reports what each attention module of a model runs on.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
 class Row:
     """One attention module of a model: its name there, and the name of its class.
 
-    `problem` says why it does not run on flash_dmattn; None where it does. `calls` has an `Explanation` for each
+    `problem` is why it does not run on flash_dmattn; None where it does. `calls` has an `Explanation` for each
     different call that it made, and is empty without inputs.
     """
 
@@ -104,7 +104,7 @@ class Check:
 
 
 def check(model: nn.Module, **inputs: Any) -> Check:
-    """Say of each attention module of a model what it runs on, and why one does not run on flash_dmattn.
+    """Report for each attention module of a model what it runs on, and why one does not run on flash_dmattn.
 
     Args:
         model: a model of transformers that has been given "dmattn".
@@ -117,7 +117,7 @@ def check(model: nn.Module, **inputs: Any) -> Check:
 
     Raises:
         NotImplementedError: the model has no attention interface, so that nothing in it can run on flash_dmattn.
-            transformers constructs such a model with "dmattn" without a word.
+            transformers constructs such a model with "dmattn" silently.
         TypeError: the model is no `torch.nn.Module`.
         Others: as the forward of the model.
 

@@ -17,7 +17,7 @@ from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...masks.split import separate
-from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
+from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_name
 from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
@@ -164,8 +164,8 @@ def attend(
         show_observers(module, call)
     if is_plain:
         mask, is_causal, window, _ = arguments
-        numbers = Numbers(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
-        layer = prepare_call(query, key, value, mask, added, sink, None, numbers, heads_first=True)
+        raw_flags = RawFlags(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
+        layer = prepare_call(query, key, value, mask, added, sink, None, raw_flags, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if context is None:
         out = attention(**call)
@@ -204,7 +204,7 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
 def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Split a float mask into a bool one and a bias, once for all layers; a learned one is a bias.
 
-    So is one in a graph, where nobody can tell whether a bias is left.
+    So is one in a graph, where nobody knows whether a bias is left.
     """
     if torch.compiler.is_compiling() or (mask.requires_grad and torch.is_grad_enabled()):
         return None, mask
@@ -263,7 +263,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
 
 
 def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
-    """Take out the arguments that describe packed sequences; a data collator passes them, or a vision tower."""
+    """Take out the arguments of packed sequences; a data collator passes them, or a vision tower."""
     limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
     if limits_q is None:
         if limits_k is not None:
@@ -308,9 +308,9 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
-    """Tell whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
+    """Return whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
 
-    Attributes say where they may be. Then its values are read, once for all layers that share the tensor, because
+    Attributes tell where they may be. Then its values are read, once for all layers that share the tensor, because
     reading waits for the device. A bias that has a gradient, or that cannot be read or watched, stays one.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
@@ -366,7 +366,7 @@ def _packed_arguments(
 def _align_top_left(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Leave out the keys that no query sees: without a mask transformers lets query i see keys up to i."""
+    """Leave out the keys that no query attends to: without a mask transformers lets query i see keys up to i."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if seqlen_k < seqlen_q:
         raise ValueError(
@@ -381,7 +381,7 @@ def attend_over_ranks(
 ) -> Tensor:
     """Attend from the positions of this rank to the keys of all ranks, in a `use_context_parallel` block.
 
-    A `LayerMask` says causality and window; a tensor has the rows of this rank, over all keys. Sequences that the
+    A `LayerMask` has causality and window; a tensor has the rows of this rank, over all keys. Sequences that the
     caller has described are refused, and padding, documents or a cache: the mask knows them only for the positions of
     this rank.
     """
@@ -410,7 +410,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
-    """Tell whether documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
+    """Return whether documents are the intervals of a rank: for transformers a gap in positions is a new document."""
     device = documents.device
     lengths = torch.tensor([b - a for a, b in layout.intervals[rank]], dtype=torch.int64, device=device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)

@@ -1,4 +1,4 @@
-"""The mask function of "dmattn": a rule and the padding stand for a mask of each pair of tokens.
+"""The mask function of "dmattn": a rule and the padding define the mask of each pair of tokens.
 
 `read_rule` reads what a mask function of transformers allows, `make_mask` puts it into a `LayerMask`, and each layer
 asks the `LayerMask` for the arguments of `attention`.
@@ -23,10 +23,10 @@ from .models import MODELS_ASK_FOR_TENSORS, masking_utils, read_tables, refuse_c
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
-# On a CPU, where the host can read how many keys of a static cache are in use, layers pass no others: sequences, which
+# On a CPU, where the host can read how many keys of a static cache are in use, layers pass only these: sequences, which
 # a GPU needs for that, cost the host more. One query gets a multiple of so many keys, since each length costs a plan.
 _KEYS_OF_A_PLAN = 128
-# Where the last query does not stand at the last key in use.
+# Where the last query is not aligned with the last key in use.
 _MISALIGNED = -1
 
 
@@ -42,11 +42,11 @@ class MaskArguments(NamedTuple):
 class LayerMask(BlockMask):
     """Padding, documents, causality, a window and the used part of a static cache, for all layers of one forward.
 
-    It is a BlockMask in name alone. generate() makes a mask for a static cache and passes it in again; transformers
+    It is a BlockMask only in name. generate() makes a mask for a static cache and passes it in again; transformers
     lets 4-D tensors and BlockMasks through there, and takes anything else for 2-D padding.
 
     Args:
-        shape: (B, 1, Lq, Lk), the shape of the tensor for which it stands.
+        shape: (B, 1, Lq, Lk), the shape of the tensor that it replaces.
         padding: (B, 1, 1, Lk) bool, True = attend, or None.
         documents: (B, L), the document of each token in ascending runs, or None; Lq == Lk then.
         is_causal, window: as in `attention`, aligned to the last key in use.
@@ -128,7 +128,7 @@ class LayerMask(BlockMask):
     __str__ = __repr__
 
     def arguments(self, with_bias: bool) -> MaskArguments:
-        """Return the arguments of `attention`, made by the first layer that asks and kept for the others.
+        """Return the arguments of `attention`, made by the first layer and kept for the later ones.
 
         A bias for each pair of tokens does not fit packed sequences.
         """
@@ -173,7 +173,7 @@ class LayerMask(BlockMask):
                 lengths = self.used.to(self._device).reshape(1).expand(batch).contiguous()
             else:
                 lengths = torch.full((batch,), self.used, dtype=torch.int32, device=self._device)
-            return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(lengths))
+            return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(seqlens_k=lengths))
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
             # With a bias as bits: the passes of every layer would make bits of intervals anew.
@@ -181,9 +181,9 @@ class LayerMask(BlockMask):
         return MaskArguments(self.padding, self.is_causal, self.window)
 
     def _intervals(self, begins: Tensor, ends: Tensor) -> PreparedMask:
-        """Make the mask in which a run of queries sees each key, numbered from the first query of the forward."""
+        """Make the mask in which a run of queries attends to each key, numbered from the first query of the forward."""
         if self.padding is not None:
-            ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval that ends before it begins is empty
+            ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval of negative length is empty
         begins, ends = begins[:, None] - self.skipped, ends[:, None] - self.skipped
         seqlen_q = self._shape[2]
         return PreparedMask.from_intervals(begins, ends, seqlen_q, is_causal=self.is_causal, window_size=self.window)
@@ -206,7 +206,7 @@ def _pack_documents(documents: Tensor) -> Sequences:
 class Rule(NamedTuple):
     """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token.
 
-    With `blocks` (B, L), a query sees the keys before it and the keys of its own block, and `is_causal` is False.
+    With `blocks` (B, L), a query attends to the keys before it and the keys of its own block, and `is_causal` is False.
     """
 
     is_causal: bool = False
@@ -228,10 +228,10 @@ _HELD = {
 
 
 def read_rule(function: Callable[..., Any]) -> Rule | None:
-    """Read the rule for which a mask function of transformers stands; None for an unknown function.
+    """Return the rule that a mask function of transformers applies; None for an unknown function.
 
     The function is known by its name and by the variables of its closure. A version of transformers may rename these:
-    a function that holds others is unknown, and has to be evaluated.
+    a function that has another rule is unknown, and has to be evaluated.
     """
     if function is masking_utils.causal_mask_function:
         return Rule(is_causal=True)
@@ -252,7 +252,7 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
         # Within a document positions differ as indices do, and another function forbids other documents.
         return read_rule(held["mask_function"])
     if maker == "blockwise_overlay":
-        return None  # known only beside causality
+        return None  # known only with causality
     if maker == "or_masks":
         return _blocks_beside_causality(held["mask_functions"])
     return _all_of([read_rule(part) for part in held["mask_functions"]])
@@ -329,7 +329,7 @@ def make_mask(
     """Make the mask that all layers of a kind receive; transformers calls it once a forward.
 
     Offsets are the positions of the first query and of the first key, tensors for static caches. Before 5.4 the
-    positions of the queries came as `cache_position`, in the place of q_length and q_offset. `use_vmap` says that the
+    positions of the queries came as `cache_position`, in the place of q_length and q_offset. `use_vmap` means that the
     user has combined the mask function with one of their own.
 
     Returns:
@@ -376,7 +376,7 @@ def make_mask(
         window = None  # it reaches every key; under context parallelism other ranks have more keys
     padding = _padding(attention_mask, kv_length, kv_offset, used)
     is_plain = padding is None and rule.documents is None and rule.blocks is None and window is None and used is None
-    # Layers that reuse keys and values may compute the last queries alone, and slice their mask. None would then stand
+    # Layers that reuse keys and values may compute only the last queries, and slice their mask. None would then stand
     # for causality of the first queries, as it does where there are fewer queries than keys.
     if is_plain and not getattr(others.get("config"), "num_kv_shared_layers", 0):
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
@@ -386,7 +386,7 @@ def make_mask(
 
 
 def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
-    """Tell whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
+    """Return whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
     if torch.compiler.is_compiling() or tuple(blocks.shape) != shape:
         return False
     # Between two tokens of one block there is neither another block nor a token of none.
@@ -414,7 +414,7 @@ def _rule(
 def _used_keys(
     rule: Rule, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int | Tensor
 ) -> int | Tensor | None:
-    """Count the keys up to the last query: None for all of them, _MISALIGNED where the arguments do not say."""
+    """Count the keys up to the last query: None for all of them, _MISALIGNED where the arguments do not tell."""
     if not rule.is_causal and rule.window is None:
         return None
     used = q_offset + q_length - kv_offset

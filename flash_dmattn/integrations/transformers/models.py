@@ -1,6 +1,6 @@
 """Reads models of transformers: which modules ask for their attention function, and T5's bias by distances.
 
-The import of transformers stands here, with one clear error.
+It imports transformers, with one clear error.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 
 
 def asks_for_attention(kind: type) -> bool:
-    """Tell whether a module calls the attention function that the configuration names, or calls flash_dmattn itself."""
+    """Return whether a module calls the attention function of the configuration, or calls flash_dmattn itself."""
     if getattr(kind, "calls_flash_dmattn", False):
         return True
     return not issubclass(kind, transformers.PreTrainedModel) and _ASKS.search(_source(kind)) is not None
 
 
 def computes_attention(kind: type) -> bool:
-    """Tell whether a module takes the softmax itself, as its name and its source say."""
+    """Return whether a module takes the softmax itself, as its name and its source show."""
     named = "attention" in kind.__name__.lower()
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 
@@ -74,7 +74,7 @@ def _source(kind: type) -> str:
 
 
 def refuse_config_without_interface(config: Any) -> None:
-    """Refuse a model whose own code would read our mask: its configuration may select "dmattn" without a word."""
+    """Refuse a model whose own code would read our mask: its configuration may select "dmattn" silently."""
     if config is None or torch.compiler.is_compiling():
         return
     kind: type = type(config)
@@ -103,7 +103,7 @@ def _models_of(kind: type) -> tuple[Any, ...]:
 
 
 def no_interface(name: str) -> str:
-    """Say that a model cannot run on flash_dmattn."""
+    """Return the message that a model cannot run on flash_dmattn."""
     return (
         f'{name} has no attention interface in transformers {transformers.__version__}: attn_implementation="dmattn" '
         'would leave its own attention in use, with a mask that it cannot read; use attn_implementation="eager", or a '
@@ -114,7 +114,8 @@ def no_interface(name: str) -> str:
 # Modules of T5 and its kin make their bias, a matrix, of a table in `compute_bias`, and pass it on to their attention
 # function and to later layers. Once a model uses "dmattn", this method returns a `TableBias` for long inputs.
 
-# A matrix of fewer scores a head is the faster way: faster kernels read it.
+# With fewer scores for each head (2048 queries x 2048 keys), the model keeps its matrix: kernels that read a matrix are
+# faster than kernels that read values by distance, and the memory is small.
 LEAST_SCORES = 2**22
 
 _PARAMETERS = ("self", "query_length", "key_length", "device", "past_seen_tokens")
@@ -133,7 +134,7 @@ class TableBias(NamedTuple):
     seen: int
 
     def relative(self, seqlen_q: int, seqlen_k: int) -> Relative:
-        """Make the bias of a call, in which the last query would stand at the last key."""
+        """Make the bias of a call, in which the last query would be aligned with the last key."""
         reach = self.values.shape[1] // 2
         return Relative(self.values, reach + (seqlen_k - seqlen_q) - self.seen, "clamp")
 
@@ -179,11 +180,11 @@ def _replace(kind: Any) -> None:
 
 
 def _serves(module: Any, query_length: int, key_length: int, seen: Any) -> bool:
-    """Tell whether a module may return its bias as values of distances."""
+    """Return whether a module may return its bias as values of distances."""
     if getattr(module.config, "_attn_implementation", None) != "dmattn" or torch.compiler.is_compiling():
         return False
     if not isinstance(seen, int) or context_in_force() is not None:  # a tensor of a static cache; rows of a rank
         return False
-    if module.training and getattr(module, "gradient_checkpointing", False):  # which may pass on tensors alone
+    if module.training and getattr(module, "gradient_checkpointing", False):  # which may only pass on tensors
         return False
     return query_length * key_length >= LEAST_SCORES

@@ -18,12 +18,12 @@ from .packing import TILE, tiles
 
 # start, stop, order (see `IntervalMask`).
 KeyIntervals = tuple[Tensor, Tensor, Tensor]
-# start, stop, and four numbers, int64 (see `mask_intervals`).
+# start, stop, and 4 numbers, int64 (see `mask_intervals`).
 MaskIntervals = tuple[Tensor, Tensor, Tensor]
 # bounds, row_lists, col_lists (see `IntervalMask`).
 IntervalTiles = tuple[Tensor, Tensor, Tensor]
 
-# Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit that says dead, then the head.
+# Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit for dead, then the head.
 BITS = 8
 _DEAD = 1 << 2 * BITS
 MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # whose codes fit 32 bits
@@ -56,14 +56,14 @@ def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool)
 
 
 def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskIntervals:
-    """Return from the bits of a `TileMask` the first query that sees each key, the one after the last, and numbers.
+    """Return from the bits of a `TileMask` the first query of each key, the one after the last, and numbers.
 
     A key is seen by one run of queries if and only if as many see it as there are from the first to the last. The
-    numbers, four of int64, are: 1 if some key is seen by several runs; the most live keys of a head; the pairs that
+    numbers, 4 of int64, are: 1 if some key is seen by several runs; the most live keys of a head; the pairs that
     attend; the active tiles. If the first is 1, a kernel may leave anything in the rest.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
-    start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
+    start, stop, count = torch.zeros(3, batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device)
     step = max(1, packing.CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
     for begin in range(0, seqlen_q, step):
         flags = packing.unpack_words(bits[:, :, begin : begin + step], seqlen_k).to(torch.uint8)
@@ -106,7 +106,7 @@ def covering(start: Tensor, stop: Tensor, length: int) -> Tensor:
 
 
 def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
-    """Return how far along a Hilbert curve of 2 ** bits x 2 ** bits points (x, y) lies: near numbers are near points.
+    """Return how far along a Hilbert curve of 2 ** bits x 2 ** bits points (x, y) is: near numbers are near points.
 
     Source: Warren, "Hacker's Delight", 2nd edition, 2013, chapter 16.
     """
@@ -124,7 +124,7 @@ def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
 def key_order(start: Tensor, stop: Tensor, seqlen_q: int) -> Tensor:
     """Order keys (Bm, Hm, Lk) so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
 
-    An interval is a point (start, stop), cut to 8 bits an axis. Keys of one code, and dead keys, stay in their order.
+    An interval is a point (start, stop), in 8 bits an axis. Keys of one code, and dead keys, stay in their order.
     """
     heads, seqlen_k = start.size(0) * start.size(1), start.size(2)
     # In 64 bits, because positions may take 31. Codes take fewer, so that one sort of all heads takes half the time.
@@ -144,7 +144,7 @@ def live_keys(start: Tensor, stop: Tensor) -> Tensor:
 
 
 def first_places(start: Tensor, stop: Tensor, order: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut an order to its first places; return it with the start and stop of the keys there, in memory of their own."""
+    """Keep the first places of an order; return it with the start and stop of the keys there, as copies."""
     order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
     keys = order.long()
     return order, start.gather(2, keys), stop.gather(2, keys)
@@ -163,7 +163,7 @@ def places_for(live: int, seqlen_k: int) -> int:
 def reorder_pays(
     heads: int, seqlen_q: int, seqlen_k: int, keys_kept: int, *, is_causal: bool, has_backward: bool
 ) -> bool:
-    """Estimate by sizes alone whether top-k attention gains more from keys in order than the order costs.
+    """Estimate only by sizes whether top-k attention gains more from keys in order than the order costs.
 
     `heads` are batch entries times heads; a query keeps at most `keys_kept` keys. The rule is fitted to simulations
     with independent scores, and to times on an H200: docs/mask_storage.md has the formula, docs/notes/intervals.md the
@@ -188,7 +188,7 @@ def reorder_pays(
 
 
 def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool) -> bool:
-    """Tell whether an order saves a call more time than it costs.
+    """Return whether an order saves a call more time than it costs.
 
     `natural` counts active tiles of all heads, keys being in natural order; `pairs` what it keeps, over all heads;
     `kept` the keys that a query keeps.

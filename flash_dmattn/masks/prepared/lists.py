@@ -33,13 +33,13 @@ def seen_blocks(
 
 
 class SeenKeys(NamedTuple):
-    """The keys that each query beside sequences may see; all (1 or S, rows), int64 but for `is_used`.
+    """The keys that each query may see with sequences; all (1 or S, rows), int64 but for `is_used`.
 
     Attributes:
         own: the number of its sequence, any for a row of no sequence.
         is_used: whether a row is a query of a sequence.
         first: the first key of its sequence among the rows of k; 0 where keys are not packed.
-        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it sees none.
+        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it has none.
     """
 
     own: Tensor
@@ -54,7 +54,7 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> Se
 
     Args:
         bounds: int32 (S, 4), of the sequences.
-        spec: how they lie.
+        spec: their layout.
         window: of the mask, with causality folded in.
     """
     shape = (1 if spec.packs_queries else spec.number, spec.rows_q)
@@ -128,10 +128,10 @@ map_each("order_lists", _ORDERED)
 def tiles_of_lists(
     keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
 ) -> tuple[Tensor, ...]:
-    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
+    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have only the listed ones.
 
-    The band alone decides bounds and intervals. Kernels read bounds in partial tiles alone, so kernels that walk tiles
-    serve these lists; nothing that goes by the intervals does.
+    Bounds and intervals come from the band. Kernels that walk lists of tiles read bounds only in partial tiles, so
+    they can serve these lists. Code that reads the intervals cannot.
 
     Args:
         keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.
@@ -148,7 +148,7 @@ def tiles_of_lists(
         listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
     classes = torch.where(listed, classes, 0)
     start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
-    return start, stop, order, bounds, *operators.packer(classes).list_tiles(classes)
+    return start, stop, order, bounds, *operators.packer_for(classes).list_tiles(classes)
 
 
 def best(
@@ -204,7 +204,7 @@ def _best(
         if allowed is not None:
             visible = visible & _rows(allowed, rows)
         scores = topk.sort_keys(rows_of(*tensors, rows=rows), visible)
-        made = operators.packer(scores).list_best(scores, high[rows], k, local, keys.shape[3])
+        made = operators.packer_for(scores).list_best(scores, high[rows], k, local, keys.shape[3])
         keys[:, :, rows], count[:, :, rows] = made
     return keys, count
 

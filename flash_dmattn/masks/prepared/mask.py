@@ -21,8 +21,10 @@ from ...problem import (
     SequenceSpec,
     bounded,
     causal_window,
+    check_device,
     check_flag,
     check_scores,
+    check_type,
     check_window,
     collapse,
     make_band,
@@ -42,7 +44,6 @@ from ..arguments import (
     float_scores,
     integer,
     integer_tensor,
-    on_one_device,
     pair,
 )
 from ..blocks import MaskStats, check_blocks, expand_blocks
@@ -54,7 +55,7 @@ from .operators import (
     interval_walk,
     one_row_form,
     pack_beside,
-    packer,
+    packer_for,
     prepared_view,
     run_mask_intervals,
     run_score_keys,
@@ -76,12 +77,12 @@ class PreparedMask(ABC):
     """A mask in the form that kernels walk, for any number of calls; its classmethods `from_...` make one.
 
     `attention` takes it in the place of a bool mask. How it is stored is chosen by the classmethod: `form` is "tiles",
-    "keys", "intervals" or "lists", and beside sequences "sequence_tiles" or "tree".
+    "keys", "intervals" or "lists", and with sequences "sequence_tiles" or "tree".
 
     Attributes:
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
-        one_row: whether it was made of a mask with one row for all queries, the band apart. Some kernels then take more
-            queries at once.
+        one_row: whether it was made of a mask with one row for all queries, not counting the causal or window band.
+            Some kernels then take more queries at once.
         sequences: the `Sequences` object that calls have to pass with it; None for other masks.
         view: its form and its tensors, which a kernel backend receives.
     """
@@ -123,16 +124,16 @@ class PreparedMask(ABC):
     ) -> PreparedMask:
         """Convert a bool mask, with causality and window, to the form that kernels walk; it is read once.
 
-        The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
-        method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by PyTorch,
-        with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were expanded
-        (stride 0) count as size 1 and are never materialised.
+        The result is equal to `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what
+        its method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by
+        PyTorch, with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were
+        expanded (stride 0) count as size 1 and are never materialised.
 
         A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys. Both take O(Lk)
         of memory, besides lists of tiles, with a band or without. Any other mask is stored as tiles, in Lq * Lk / 8
         bytes for each of its heads; tiles outside the band are not read.
 
-        With `sequences` the mask has the shapes that `attention` takes beside them: by position, packed rows or packed
+        With `sequences` the mask has the shapes that `attention` takes with them: by position, packed rows or packed
         keys. The band applies to each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
         for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
 
@@ -145,9 +146,9 @@ class PreparedMask(ABC):
                 `block_table.shape[1] * page_size`.
             is_causal: forbid keys past i + Lk - Lq.
             window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
-            reorder: of a mask of one row, put kept keys first, so that kernels visit no others; k and v are then copied
-                in each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on,
-                where the copy is cheap beside the call.
+            reorder: of a mask of one row, put kept keys first, so that kernels visit only these; k and v are then
+                copied in each call. It pays where kept keys are scattered, not for padding. By default from 4096
+                queries on, where the copy is cheap compared with the call.
             as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
                 bias of one value per query and key: kernels then read bits, which they would make of intervals in each
                 pass.
@@ -156,12 +157,12 @@ class PreparedMask(ABC):
                 stored as intervals, and `reorder` applies: by default keys get an order if the tiles that it saves pay
                 for it in a forward pass. Any other mask is stored as without it. The program waits for the answer,
                 once. A CUDA graph cannot capture that, and `torch.compile` breaks its graph for it.
-            sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
+            sequences: the sequences of the calls; `reorder` and `find_intervals` are refused with them,
                 and tiles are what is made.
 
         Returns:
             PreparedMask, of the form "intervals" or "keys" where the mask has one row for all queries, "intervals"
-            where `find_intervals` found some, else "tiles"; "sequence_tiles" beside sequences.
+            where `find_intervals` found some, else "tiles"; "sequence_tiles" with sequences.
 
         Raises:
             TypeError: not a bool tensor, or a length, flag or window of another type.
@@ -180,10 +181,10 @@ class PreparedMask(ABC):
         """
         if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
             other = "beside sequences" if sequences is not None else "with as_tiles=True"
-            raise ValueError(f"find_intervals is True; {other} it needs to be False.")
+            raise ValueError(f"find_intervals is True; {other} it needs to be False")
         if sequences is not None:
             if reorder is not None:
-                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None.")
+                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None")
             mask4 = bool_mask("mask", mask)
             spec = _spec_beside("mask", mask, sequences, seqlen_q, seqlen_k)
             packing = packing_of("mask", mask.shape, spec)
@@ -194,7 +195,7 @@ class PreparedMask(ABC):
         if mask.dim() < 2:
             raise ValueError(
                 f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D); it needs 2 dims or more, the last two of "
-                f"them (seqlen_q, seqlen_k); pass mask[None] for keys."
+                f"them (seqlen_q, seqlen_k); pass mask[None] for keys"
             )
         seqlen_q = _full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
         seqlen_k = _full_length("seqlen_k", "column", mask4.size(3), seqlen_k)
@@ -235,7 +236,7 @@ class PreparedMask(ABC):
             is_causal, window_size: the band, as in `from_mask`.
 
         Returns:
-            PreparedMask, of tiles; where one row of blocks stands for all queries what `from_mask` makes of one row.
+            PreparedMask, of tiles; where one row of blocks is for all queries what `from_mask` makes of one row.
 
         Raises:
             TypeError: `block_mask` is not bool, or a size is not an int.
@@ -284,10 +285,10 @@ class PreparedMask(ABC):
         for each block, so later changes of tensors that it reads have no effect.
 
         Args:
-            mask_mod: a function of four int64 scalars, the batch, head, query and key, whose bool scalar allows the
+            mask_mod: a function of 4 int64 scalars, the batch, head, query and key, whose bool scalar allows the
                 pair. It runs below `torch.vmap`, as in FlexAttention.
             seqlen_q, seqlen_k: number of queries and keys.
-            batch_size, num_heads: of the calls, for a function that uses b or h; 1 will do for others.
+            batch_size, num_heads: of the calls, for a function that uses b or h; 1 is enough for any other.
             is_causal, window_size: the band, as in `from_mask`.
             device: where to run the function and put the result: where the tensors are that it reads.
 
@@ -305,9 +306,7 @@ class PreparedMask(ABC):
             [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
         """
         if not callable(mask_mod):
-            raise TypeError(
-                f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)."
-            )
+            raise TypeError(f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)")
         sizes = {"batch_size": batch_size, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         batches, heads, queries, keys = (
             torch.arange(integer(name, size), device=device) for name, size in sizes.items()
@@ -321,11 +320,11 @@ class PreparedMask(ABC):
         def allowed_pair(*position: Tensor) -> Tensor:
             made: Any = mask_mod(*position)
             if not isinstance(made, Tensor):
-                raise TypeError(f"mask_mod returns a {type(made).__name__}; it needs to return a bool tensor.")
+                raise TypeError(f"mask_mod returns a {type(made).__name__}; it needs to return a bool tensor")
             if made.dtype != torch.bool:
-                raise TypeError(f"mask_mod returns {made.dtype}; it needs to return bool.")
+                raise TypeError(f"mask_mod returns {made.dtype}; it needs to return bool")
             if made.dim() > 0:
-                raise ValueError(f"mask_mod returns shape {tuple(made.shape)}; it needs to return a scalar.")
+                raise ValueError(f"mask_mod returns shape {tuple(made.shape)}; it needs to return a scalar")
             return made
 
         allowed: Callable[..., Tensor] = allowed_pair
@@ -355,7 +354,7 @@ class PreparedMask(ABC):
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> PreparedMask:
-        """Prepare the mask of packed documents: each query sees the keys of its own document.
+        """Prepare the mask of packed documents: each query attends to the keys of its own document.
 
         Equivalent to `PreparedMask.from_mask(document_mask(ids, ids_k), is_causal=is_causal, window_size=window_size)`,
         for two queries or more.
@@ -410,12 +409,12 @@ class PreparedMask(ABC):
         Args:
             start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast
                 against each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. Numbers below 0 or above `seqlen_q`
-                are cut; a key with `start >= stop` is seen by nobody.
+                are clamped; a key with `start >= stop` is seen by nobody.
             seqlen_q: number of queries.
             is_causal, window_size: the band, as in `from_mask`; it is folded in.
             reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. It pays where keys
-                that are seen lie scattered among others, as in `from_topk`, and not for windows or documents.
-            compact: of an order, make places for live keys alone, as in `from_topk`.
+                that are seen are scattered among hidden ones, as in `from_topk`, and not for windows or documents.
+            compact: of an order, make places only for live keys, as in `from_topk`.
 
         Returns:
             PreparedMask, of intervals.
@@ -437,21 +436,21 @@ class PreparedMask(ABC):
                     [1, 0, 0]], dtype=torch.int32)
         """
         begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
-        on_one_device(stop=ends, start=begins)
+        check_device("stop", ends.device, begins.device, "start")
         # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
         begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
         for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
             if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
                 raise ValueError(
                     f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
-                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1."
+                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1"
                 )
         begins, ends = torch.broadcast_tensors(begins, ends)
         seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
         limits = _band_fields(is_causal, window_size)
         reorder = check_flag("reorder", reorder)
         _check_compact(compact, reorder)
-        # Rows outside of the band, and rows that do not exist, are cut.
+        # Rows outside of the band, and rows that do not exist, are left out.
         band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
         if band is not None:
             keys = torch.arange(seqlen_k, device=begins.device)
@@ -488,13 +487,13 @@ class PreparedMask(ABC):
             is_causal: only keys j <= i + Lk - Lq are allowed to query i.
             mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
             seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
-            local: a causal query also sees the last `local` allowed keys up to its own, which do not count as part
+            local: a causal query also gets the last `local` allowed keys up to its own, which do not count as part
                 of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
             reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where
-                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone
-                decide: the heads of `scores` stand for the heads of the call, and a backward pass is expected where
+                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Only sizes
+                decide: the heads of `scores` count as the heads of the call, and a backward pass is expected where
                 `scores` need a gradient.
-            compact: make an order with places for live keys alone. With independent scores few are live, about
+            compact: make an order with places only for live keys. With independent scores few are live, about
                 k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k, v and the
                 sums of their gradients in each call. The program waits for their number, once. A CUDA graph cannot
                 capture that, and `torch.compile` breaks its graph for it. If more than half of the keys are live,
@@ -531,7 +530,7 @@ class PreparedMask(ABC):
             if x is not None and x.size(2) != 1:
                 raise ValueError(
                     f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}); it needs one for all queries; "
-                    "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))."
+                    "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))"
                 )
         keys = run_score_keys(values, allowed)
         batch, heads, seqlen_k = keys.shape
@@ -577,23 +576,23 @@ class PreparedMask(ABC):
 
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
-                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
+                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 is for none. Hm is 1, Hk or
                 Hq. Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) where
                 queries are packed, else (sequences or 1, Hm, seqlen_q, K).
-            seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
+            seqlen_k: number of keys; with sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
             block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). With
                 sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
-            sequences: where the sequences of the calls lie.
+            sequences: the sequences of the calls.
 
         Returns:
             PreparedMask, of the form "lists".
 
         Raises:
             TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
-            ValueError: another rank or number of lists, lists that queries share beside sequences, or, on a CPU, an
-                entry below -1 or beyond the last block. On an accelerator the host does not wait for it, and such an
+            ValueError: another rank or number of lists, lists that queries share with sequences, or, on a CPU, an
+                entry below -1 or past the last block. On an accelerator the host does not wait for it, and such an
                 entry counts as -1.
 
         Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
@@ -611,21 +610,21 @@ class PreparedMask(ABC):
         blocks, limits = pair("block_size", block_size, 1), _band_fields(is_causal, window_size)
         if not isinstance(index, Tensor) or index.dtype not in INTEGER_DTYPES:
             has = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"type {type(index).__name__}"
-            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
+            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key")
         if index.dim() < 2:
-            raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
+            raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K)")
         index, leading = _folded(index)
         index = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())]
         window, numbers = causal_window(**limits), {"block_size": blocks, **limits}
         if sequences is not None:
             if blocks[0] != 1:
-                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1.")
+                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1")
             seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
             spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
             lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
             bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
             if index.shape[0] not in (1, entries):
-                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
+                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
                 # Rows without keys may list any.
@@ -678,11 +677,11 @@ class PreparedMask(ABC):
             is_causal: a list has blocks whose first key its last query may see; calls hide later keys of these.
             mask: bool, broadcastable to the scores: the blocks that may be chosen. Both have 4 dims at most then.
             local: a list also has the last `local` blocks that its last query may see.
-            sequences: where the sequences of the calls lie, packed; blocks are of single keys then.
+            sequences: the sequences of the calls, packed; blocks are of single keys then.
 
         Returns:
             PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
-            `scores.gather(-1, lists.keys.clamp(min=0).long())` are values for `biases.Chosen`.
+            `scores.gather(-1, lists.keys.clamp(min=0).long())` are values for `biases.ListBias`.
 
         Raises:
             TypeError: `scores` is not float, `mask` not bool, or `k` or a length is not an int.
@@ -712,22 +711,22 @@ class PreparedMask(ABC):
             one, scores = values, values
             batch, heads, rows, number = values.shape
         if allowed is not None:
-            on_one_device(mask=allowed, scores=one)
+            check_device("mask", allowed.device, one.device, "scores")
             shape = common_shape([allowed, allowed.new_empty(batch, heads, rows, number)], ["mask", "scores"])
             if shape[3] != number:
-                raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys.")
+                raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys")
             batch, heads, rows, _ = shape
         if rows == 1 and seqlen_q is not None:
             rows = -(-integer("seqlen_q", seqlen_q) // blocks[0])
         if seqlen_k is None:
             if blocks[1] > 1:
-                raise ValueError(f"seqlen_k is None; with blocks of {blocks[1]} keys it needs to be their number.")
+                raise ValueError(f"seqlen_k is None; with blocks of {blocks[1]} keys it needs to be their number")
             seqlen_k = number
         lengths = _lengths_of_lists("scores", rows, blocks, seqlen_q, integer("seqlen_k", seqlen_k))
         if number != -(-seqlen_k // blocks[1]):
             raise ValueError(
                 f"scores have {number} columns; they need {-(-seqlen_k // blocks[1])}, a block of {blocks[1]} of "
-                f"{seqlen_k} keys each."
+                f"{seqlen_k} keys each"
             )
         window, sizes = causal_window(**limits), (batch, heads, rows, number)
         numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, **limits}
@@ -739,7 +738,7 @@ class PreparedMask(ABC):
         if spec.layout != "packed" or blocks != (1, 1) or batch != 1:
             raise ValueError(
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
-                "1, single keys and packed sequences."
+                "1, single keys and packed sequences"
             )
         _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
         low, high = low + first, torch.where(high < 0, -1, high + first)
@@ -752,7 +751,7 @@ class PreparedMask(ABC):
     def from_tree(cls, tree: Tensor) -> PreparedMask:
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
-        The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
+        The last n keys of a sequence are its new tokens, the queries of the call. The result is equal to a mask of all
         keys, which no backend has to make::
 
             mask = torch.ones(n, Lk, dtype=torch.bool)  # of one sequence: every earlier key is seen
@@ -778,7 +777,7 @@ class PreparedMask(ABC):
         bool_mask("tree", tree)
         if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
             raise ValueError(
-                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)."
+                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)"
             )
         return cls._made("tree", (pack_tree(tree),))
 
@@ -816,7 +815,7 @@ class PreparedMask(ABC):
         Raises:
             TypeError: not a bool tensor, not `Sequences`.
             ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator the host does not wait to
-                count them: missing ones read wrong values, never beyond `flat`.
+                count them: missing ones read wrong values, never outside of `flat`.
 
         Source: Ye et al., FlashInfer, 2025, whose `custom_mask` has the flat form.
 
@@ -831,12 +830,12 @@ class PreparedMask(ABC):
         mask4 = bool_mask("flat", flat)
         spec = _spec_beside("flat", flat, sequences, seqlen_q, seqlen_k)
         if flat.dim() not in (1, 2):
-            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs).")
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs)")
         if values_can_be_read(flat):
             bounds = sequences.bounds_of(spec)
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
-                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
+                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences")
         return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, _band_fields(is_causal, window_size))
 
     @classmethod
@@ -861,7 +860,7 @@ class PreparedMask(ABC):
         if is_transformed():
             _refuse_mapped("this mask", words(0, min(1, shape[2])), "pass a bool mask, or PreparedMask.from_mask of it")
         bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
-        tensors = bits, classes, *packer(bits).list_tiles(classes)
+        tensors = bits, classes, *packer_for(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
 
     @classmethod
@@ -874,7 +873,7 @@ class PreparedMask(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the bool tensor that it stands for: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
+        """The shape of the bool tensor that it is equal to: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -887,7 +886,7 @@ class PreparedMask(ABC):
         return self.view.tensors[0].device
 
     @cached_property
-    def call_key(self) -> tuple[object, ...]:
+    def _call_key(self) -> tuple[object, ...]:
         """Tell calls with such masks apart, whatever these allow; hashable."""
         values = (getattr(self, field.name) for field in _fields(self) if field.compare)
         return self.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values)
@@ -906,10 +905,10 @@ class PreparedMask(ABC):
         if all(x is own for x, own in zip(moved, self.tensors, strict=True)):
             return self
         if self.sequences is None:
-            return self.with_tensors(moved)
-        return self.with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
+            return self._with_tensors(moved)
+        return self._with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
 
-    def with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
+    def _with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
         """Replace the tensors, given in the order of `tensors`, and other fields by name."""
         changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
         return replace(self, **changes)
@@ -930,7 +929,7 @@ class PreparedMask(ABC):
         """
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`: the fields alone, since cached values may name a device left behind.
+        # For pickle, copy and `torch.save`: only the fields, since cached values may name a device left behind.
         return _restore, (self.form, {field.name: getattr(self, field.name) for field in _fields(self)})
 
     def __repr__(self) -> str:
@@ -955,12 +954,12 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
     """Check the numbers of a top-k selection; return its band as fields of a mask."""
     integer("k", k, 1)
     if integer("local", local) and not is_causal:
-        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix")
     return _band_fields(is_causal, None)
 
 
 def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """Fold the dims in front of a tensor of more than four into one batch dim; return them, too, or None."""
+    """Fold the dims in front of a tensor of more than 4 into one batch dim; return them, too, or None."""
     if not isinstance(x, Tensor) or x.dim() <= 4:
         return x, None
     x = collapse(x, dims=range(x.dim() - 3))
@@ -971,10 +970,10 @@ def _full_length(name: str, what: str, size: int, length: int | None) -> int:
     """Return the real length along a dim of a mask, from its size and from the argument."""
     if length is None:
         if size == 1:
-            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number.")
+            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number")
         return size
     if size not in (1, integer(name, length)):
-        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1.")
+        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1")
     return length
 
 
@@ -985,24 +984,24 @@ def _lengths_of_lists(
     block_q = block_size[0]
     if seqlen_q is None:
         if block_q > 1:
-            raise ValueError(f"seqlen_q is None; with lists for {block_q} queries it needs to be their number.")
+            raise ValueError(f"seqlen_q is None; with lists for {block_q} queries it needs to be their number")
         seqlen_q = lists
     if lists != -(-integer("seqlen_q", seqlen_q) // block_q):
         raise ValueError(
             f"{name} has {lists} lists and seqlen_q is {seqlen_q}; it needs {-(-seqlen_q // block_q)} lists, one for "
-            f"{block_q} {'query' if block_q == 1 else 'queries'} each."
+            f"{block_q} {'query' if block_q == 1 else 'queries'} each"
         )
     return seqlen_q, seqlen_k
 
 
 def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
-    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or beyond the last block of its list."""
+    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or past the last block of its list."""
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())
         limit = int(last.expand(index.shape)[place])
-        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}.")
+        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}")
 
 
 def _refuse_mapped(what: str, x: Tensor, instead: str) -> None:
@@ -1012,23 +1011,21 @@ def _refuse_mapped(what: str, x: Tensor, instead: str) -> None:
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:
     if check_flag("compact", compact) and reorder is False:
-        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
+        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out")
 
 
 def _spec_beside(
     name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
     """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
-    if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences.")
+    check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     if seqlen_q is None:
-        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3].")
+        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3]")
     if seqlen_k is None:
         raise ValueError(
-            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size."
+            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size"
         )
-    if mask.device != sequences.device:
-        raise ValueError(f"{name} is on {mask.device}; it needs to be where sequences are, on {sequences.device}.")
+    check_device(name, mask.device, sequences.device, "sequences")
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
@@ -1036,7 +1033,7 @@ def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: 
     """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
 
     Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They
-    say how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
+    tell how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)

@@ -37,7 +37,7 @@ def _pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
 def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
     """Serve as `Packer.interval_tiles` in PyTorch; the fastest packer of the device lists the tiles."""
     bounds = intervals.interval_bounds(start, stop, order)
-    return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
+    return bounds, *packer_for(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
 
 class Packer(NamedTuple):
@@ -73,13 +73,14 @@ def register(find_faster: Callable[[Tensor], Packer | None]) -> None:
     _find_faster = find_faster
 
 
-def packer(tensor: Tensor) -> Packer:
+def packer_for(tensor: Tensor) -> Packer:
+    """Return the fastest packer of the device of a tensor."""
     return _find_faster(tensor) or PYTORCH
 
 
 def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
-    """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
-    seqlen_q = hint(seqlen_q)  # every form serves any number
+    """Choose the form of a one-row mask that is prepared before its calls, only by their number of queries."""
+    seqlen_q = hint(seqlen_q)  # every form is right for any number
     if seqlen_q < FEW_QUERIES:
         return MaskChoice("keys")
     return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
@@ -90,7 +91,7 @@ def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int,
 
     An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
     """
-    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
     mask = collapse(mask)
     form = one_row.form if mask.size(2) == 1 else "tiles"
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
@@ -108,7 +109,7 @@ def plan_prepare(
     def run(mask: Tensor) -> MaskView:
         nonlocal fastest, is_whole
         if fastest is None:
-            fastest, is_whole = packer(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
+            fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
         if not is_whole:
             mask = _whole(collapse(mask), seqlen_q, seqlen_k, choice.form)
         return MaskView(choice.form, tuple(_prepare(fastest, mask, seqlen_q, band, *choice)))
@@ -137,7 +138,7 @@ def _prepare_mask(
     mask: Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[Tensor]:
     band = make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_prepare(packer(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
+    return list(_prepare(packer_for(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
 
 
 def _prepare_fake(
@@ -190,8 +191,8 @@ _map_entries("prepare_mask", _PREPARE)
 def pack_beside(
     mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[Tensor]:
-    """Pack a mask beside sequences by the operator, with the arguments and the result of `pack_sequences`."""
-    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    """Pack a mask for sequences by the operator, with the arguments and the result of `pack_sequences`."""
+    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors
@@ -205,7 +206,7 @@ def _spec_of(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec,
 
 def _pack_beside(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
     spec, window = _spec_of(bounds, *sizes)
-    return packer(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
+    return packer_for(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
 
 
 def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
@@ -243,13 +244,13 @@ def _score_keys_fake(scores: Tensor, allowed: Tensor | None) -> Tensor:
 run_score_keys = define(
     "score_keys",
     "(Tensor scores, Tensor? allowed) -> Tensor",
-    lambda scores, allowed: packer(scores).score_keys(scores, allowed),
+    lambda scores, allowed: packer_for(scores).score_keys(scores, allowed),
     _score_keys_fake,
 )
 run_topk_intervals = define(
     "topk_intervals",
     "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
-    lambda keys, *numbers: packer(keys).topk_intervals(keys, *numbers),
+    lambda keys, *numbers: packer_for(keys).topk_intervals(keys, *numbers),
     lambda keys, *_: (keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)),
 )
 
@@ -259,7 +260,7 @@ _map_entries("topk_intervals", run_topk_intervals)
 
 
 def _interval_walk(start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, places: int) -> list[Tensor]:
-    fastest, own_order = packer(start), start.new_empty((*start.shape[:2], 0))
+    fastest, own_order = packer_for(start), start.new_empty((*start.shape[:2], 0))
     order = fastest.key_order(start, stop, seqlen_q) if reorder else own_order
     if order.size(2) == places or not reorder:
         return [order, *fastest.interval_tiles(start, stop, order, seqlen_q)]
@@ -296,7 +297,7 @@ def interval_walk(
 
 
 def _mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> ThreeTensors:
-    return packer(bits).mask_intervals(bits, row_lists, seqlen_k)
+    return packer_for(bits).mask_intervals(bits, row_lists, seqlen_k)
 
 
 def _mask_intervals_fake(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> ThreeTensors:

@@ -160,17 +160,17 @@ def count_bits(bits: Tensor) -> Tensor:
     return total
 
 
-# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for
-# `first` its first row among all rows. So tiles of two sequences never meet, and no sequence has to know the lengths
-# before it.
+# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for `first` the
+# first of its rows. If two sequences have 200 and 100 rows, the first has tiles 0 and 1; the second begins with row
+# 200, so with tile 200 // 128 + 1 = 2. Nobody has to know the lengths of the sequences before.
 
-# How a mask lies: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or "tree",
-# new tokens alone.
+# The layout of a mask: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or
+# "tree", only the new tokens.
 MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
-class Side(NamedTuple):
-    """The queries or the keys of all sequences, numbered in one row; slots of padded ones stand behind one another.
+class TiledSide(NamedTuple):
+    """The queries or the keys of all sequences, numbered in one row; slots of padded ones follow one another.
 
     `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
     """
@@ -198,7 +198,7 @@ class Side(NamedTuple):
 
 
 def row_counts(spec: SequenceSpec) -> tuple[int, int]:
-    """Count the rows of queries and of keys in all, as `Side` does."""
+    """Count the rows of queries and of keys in all, as `TiledSide` does."""
     rows_q = spec.rows_q if spec.packs_queries else spec.number * spec.rows_q
     return rows_q, spec.rows_k if spec.packs_keys else spec.number * spec.rows_k
 
@@ -209,16 +209,16 @@ def tile_count(rows: int, spec: SequenceSpec) -> int:
 
 
 def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
-    """Tell whether there are no bits, or none that may be set."""
+    """Return whether there are no bits, or none that may be set."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
-def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
+def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
     """Return queries and keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
-    queries = Side(first_q if spec.packs_queries else slots * spec.rows_q, length_q, rows_q)
-    return queries, Side(first_k if spec.packs_keys else slots * spec.rows_k, length_k, rows_k)
+    queries = TiledSide(first_q if spec.packs_queries else slots * spec.rows_q, length_q, rows_q)
+    return queries, TiledSide(first_k if spec.packs_keys else slots * spec.rows_k, length_k, rows_k)
 
 
 def pack_sequences(
@@ -226,7 +226,7 @@ def pack_sequences(
 ) -> list[Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
-    The mask, bool, lies as `attention` reads it beside these sequences. "ragged" is (1, Hm, 1, N), "tree"
+    The mask, bool, has the layout in which `attention` reads it with these sequences. "ragged" is (1, Hm, 1, N), "tree"
     (S or 1, 1, n, n). The window has causality folded in.
     """
     queries, keys = sides_of(bounds, spec)
@@ -245,7 +245,9 @@ def pack_sequences(
     return [x[None] for x in (bits, classes, list_rows(classes), list_rows(columns_first))]
 
 
-def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> Tensor:
+def _inside(
+    tokens: TokenPlaces, queries: TiledSide, keys: TiledSide, max_seqlen_k: int, window: tuple[int, int]
+) -> Tensor:
     """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k), aligned at the last of both."""
     left, right = window
     own, place, is_used = tokens
@@ -260,7 +262,13 @@ def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, w
 
 
 def _rows_of(
-    mask: Tensor, mask_packing: MaskPacking, tokens: TokenPlaces, start: int, queries: Side, keys: Side, number: int
+    mask: Tensor,
+    mask_packing: MaskPacking,
+    tokens: TokenPlaces,
+    start: int,
+    queries: TiledSide,
+    keys: TiledSide,
+    number: int,
 ) -> Tensor:
     """Read rows of a mask from `start` on and `number` keys of their sequences: bool (Hm, rows, number or 1)."""
     own, place, _ = tokens
@@ -286,7 +294,7 @@ def _rows_of(
     return mask[0, :, 0][:, within(mask.shape[3], index)]
 
 
-def _classify(bits: Tensor, queries: Side, columns: int) -> Tensor:
+def _classify(bits: Tensor, queries: TiledSide, columns: int) -> Tensor:
     """Classify every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
     num_heads, _, words = bits.shape
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
@@ -304,7 +312,7 @@ def _classify(bits: Tensor, queries: Side, columns: int) -> Tensor:
     return torch.where(exists[:, None], classes, 0)
 
 
-def _by_column(classes: Tensor, queries: Side, keys: Side, most_rows: int) -> Tensor:
+def _by_column(classes: Tensor, queries: TiledSide, keys: TiledSide, most_rows: int) -> Tensor:
     """Turn classes to columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
     num_heads, rows, columns = classes.shape
     if classes.numel() == 0 or len(queries.first) == 0:
@@ -317,7 +325,7 @@ def _by_column(classes: Tensor, queries: Side, keys: Side, most_rows: int) -> Te
 
 
 def unpack_sequences(bits: Tensor, spec: SequenceSpec) -> Tensor:
-    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one beside these sequences; contiguous."""
+    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one with these sequences; contiguous."""
     rows = unpack_words(bits, spec.max_seqlen_k)
     if spec.packs_queries:
         return rows

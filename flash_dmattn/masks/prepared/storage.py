@@ -1,4 +1,4 @@
-"""How prepared masks are stored: tiles, keys, intervals or lists; beside sequences tiles of each, or trees."""
+"""How prepared masks are stored: tiles, keys, intervals or lists; with sequences tiles of each, or trees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BatchMask(PreparedMask):
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
-        """The leading dims that its batch of Bm entries stands for, each 1 or as in the calls."""
+        """The leading dims that are folded into its batch of Bm entries, each 1 or as in the calls."""
         return self.shape[:1] if self.leading is None else self.leading
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
@@ -60,7 +60,7 @@ class BatchMask(PreparedMask):
             x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
             for x in self.tensors
         ]
-        return self.with_tensors(tensors, leading=dims)
+        return self._with_tensors(tensors, leading=dims)
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does, 128 queries at a time; `shape` has Lq rows."""
@@ -201,7 +201,7 @@ class ListMask(BatchMask):
         slots: (Bm, Hm, R, K), the place of each in the index that it was made of, then -1; or (Bm, Hm, R, 0), where
             that has them in the same order.
         block_size: (queries that share a list, keys of a block).
-        spec: how the sequences lie; None without.
+        spec: the layout of the sequences; None without.
     """
 
     form: ClassVar[MaskForm] = "lists"
@@ -219,7 +219,7 @@ class ListMask(BatchMask):
 
     @property
     def sizes_of_values(self) -> tuple[tuple[int, int], int]:
-        """The rows that values of a `Chosen` may have, one for each query or each list, and their number in a row."""
+        """The rows that values of a `ListBias` may have, one for each query or each list, and their number in a row."""
         return (self.seqlen_q, self.keys.shape[2]), self.keys.shape[3]
 
     @property
@@ -292,7 +292,7 @@ class ListMask(BatchMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceTileMask(PreparedMask):
-    """A mask beside sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
+    """A mask for sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
 
     A sequence has tiles of its own. If `first` is the first query of sequence s among all queries, its rows of tiles
     begin with number `first // 128 + s`; columns of tiles are numbered likewise by keys. R counts the rows of q, slots
@@ -320,7 +320,7 @@ class SequenceTileMask(PreparedMask):
         return self.spec.shape_of_tiles(self.bits.shape[1])
 
     def unpacked(self) -> Tensor:
-        """Return the bool tensor that it stands for, band included.
+        """Return the bool tensor that it is equal to, band included.
 
         Returns:
             (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k).
@@ -352,10 +352,10 @@ class SequenceTileMask(PreparedMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TreeMask(PreparedMask):
-    """A mask of the new tokens of sequences, of n each at most; it says nothing of the keys before them.
+    """A mask of the new tokens of sequences, of n each at most; keys before them are always seen.
 
     Attributes:
-        bits: int32 (S or 1, n, ceil(n / 32)), contiguous. Bit t % 32 of word t // 32 of row i says whether query i of
+        bits: int32 (S or 1, n, ceil(n / 32)), contiguous. Bit t % 32 of word t // 32 of row i is whether query i of
             a sequence attends to new token t, which is its key Lk - Lq + t. Bits past n are 0.
     """
 
