@@ -26,15 +26,15 @@ OLDEST := transformers-5.0 triton-3.5
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
 # Of two idle cores; a GPU is faster.
-QUICK_TIME := 3 minutes on two cores
+QUICK_TIME := 1.5 minutes on two cores
 BENCH_TIME := a minute
 
 .DEFAULT_GOAL := help
 BENCHES := bench-equivalence bench-performance bench-model
-.PHONY: help demo test quick lint docs bench $(BENCHES) wheel release clean check-python
+.PHONY: help demo test quick lint docs bench bench-time $(BENCHES) wheel release clean check-python
 
 help:
-	@echo "make demo    2 minutes: learned pair bias and top-k keys beside other attention, gradients, a picture;"
+	@echo "make demo    a minute: learned pair bias and top-k keys beside other attention, gradients, a picture;"
 	@echo "             DEMO_ARGS=--quick takes half a minute"
 	@echo "make test    25 minutes on two cores: ruff, mypy and the whole test suite, in $(WORKERS) workers"
 	@echo "make quick   $(QUICK_TIME): ruff and a part of the suite"
@@ -86,8 +86,10 @@ docs: $(READY)
 	@if $(call have,mkdocstrings); then echo "==> documentation"; $(RUN) docs/build_site.py; \
 	else echo "make docs needs mkdocs-material and mkdocstrings-python: $(RUN) -m pip install mkdocs-material mkdocstrings-python" >&2; exit 1; fi
 
-bench: $(BENCHES)
-	@echo "==> all cases, and memory: $(RUN) -m benchmarks all"
+bench: bench-time $(BENCHES)
+
+bench-time: $(READY)
+	@echo "==> $(BENCH_TIME): few cases of each suite, and short rows on a CPU; all, and memory: $(RUN) -m benchmarks all"
 
 $(BENCHES): bench-%: $(READY)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $* --quick

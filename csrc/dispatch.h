@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "params.h"
+#include "sm90/bias_forms.h"
 
 namespace flash_dmattn {
 
@@ -25,6 +26,18 @@ auto with_one_of(decltype(kFirst) value, F f) {
 template <class F>
 auto with_mask_form(MaskForm form, F f) {
   return with_one_of<MaskForm::kTiles, MaskForm::kIntervals, MaskForm::kNone>(form, f);
+}
+
+// For the form of a bias that dense kernels of such head dims read beside such a mask.
+template <int kHeadDim, int kHeadDimV, MaskForm kMask, class F>
+auto with_bias_form(Bias bias, F f) {
+  if constexpr (kMask == MaskForm::kIntervals) {
+    return with_one_of<Bias::kVector, Bias::kNone>(bias, f);
+  } else if constexpr (has_window_kernels(kHeadDim, kHeadDimV)) {
+    return with_one_of<Bias::kTile, Bias::kStrided, Bias::kVector, Bias::kRelative, Bias::kNone>(bias, f);
+  } else {
+    return with_one_of<Bias::kTile, Bias::kStrided, Bias::kVector, Bias::kNone>(bias, f);
+  }
 }
 
 }  // namespace flash_dmattn

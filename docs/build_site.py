@@ -69,7 +69,6 @@ def write_reference(folder: Path) -> None:
     folder.mkdir()
     order = (ROOT / "docs" / "api.md").read_text()
     listed = ["# Reference", "", "Every public name; [API](../docs/api.md) has a line for each.", ""]
-    listed += ["| module | names |", "| --- | --- |"]
     for name in MODULES:
         module = importlib.import_module(name)
         lines = [f"# {name}", ""]
@@ -79,8 +78,8 @@ def write_reference(folder: Path) -> None:
             lines += [f"::: {name}.{exported}", ""]
         (folder / f"{name}.md").write_text("\n".join(lines))
         linked = ", ".join(f"[{x}]({name}.md#{name}.{x})" for x in names)
-        listed.append(f"| [{name}]({name}.md) | {linked} |")
-    (folder / "index.md").write_text("\n".join([*listed, ""]))
+        listed += [f"## [{name}]({name}.md)", "", linked, ""]
+    (folder / "index.md").write_text("\n".join(listed))
 
 
 def main() -> int:

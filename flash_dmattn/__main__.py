@@ -20,6 +20,14 @@ class OneLineParser(argparse.ArgumentParser):
         """Print the error and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is unknown here, where it is known which command was asked, and name what that takes."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            takes = [action.option_strings[-1] for action in self._actions if action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}; it takes {', '.join(takes)}")
+        return parsed, rest
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser. Each subcommand sets `run`, which takes the parsed arguments and returns the exit status."""

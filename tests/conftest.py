@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -29,6 +30,8 @@ from flash_dmattn.dispatch import config, profiles, registry, selection
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
+# Inductor need not ask the compiler what the CPU can do: seconds of the first process, and one of every other.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 hypothesis_settings.register_profile(
     "default",
@@ -59,6 +62,14 @@ def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.process, "profile", "off")
     profiles.forget()
     registry.choices_changed()
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Have `gc.collect` look through what a test makes, not through all that a worker holds, which takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -97,11 +108,22 @@ class Runner:
 
     def choice(self, case: Case, inputs: Inputs, **flags: Any) -> Any:
         """Return the argument `backend`: the name, or a pair where its rules refuse the gradients."""
-        alone = self._error(self.name, case, inputs, **flags)
-        return (self.name, PAIRED[self.name]) if self.name in PAIRED and alone is not None else self.name
+        return self._choice(case, inputs, **flags)[0]
+
+    def _choice(self, case: Case, inputs: Inputs, **flags: Any) -> tuple[Any, str | None]:
+        """Return the argument `backend`, and why it does not serve; each `explain` asks all backends."""
+        error = self._error(self.name, case, inputs, **flags)
+        if error is None or self.name not in PAIRED:
+            return self.name, error
+        pair = (self.name, PAIRED[self.name])
+        return pair, self._error(pair, case, inputs, **flags)
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""
+        return self._reason(case, self._choice(case, inputs)[1])
+
+    def _reason(self, case: Case, error: str | None) -> str | None:
+        """Why the backend does not serve a case, from the error of its choice."""
         if self.name != "eager" and (case.bias_kind == "min" or case.data.endswith(" min")):
             return f"{self.name}: it computes in base 2, where a bias of finfo.min overflows to -inf (docs/backends.md)"
         if (
@@ -112,7 +134,6 @@ class Runner:
             and ROUNDS_GRADIENTS
         ):
             return ROUNDED
-        error = self._error(self.choice(case, inputs), case, inputs)
         if error is None:
             return None
         lines = [line for line in error.splitlines()[1:] if not line.startswith("  backends that accept it")]
@@ -141,10 +162,12 @@ class Runner:
             alone: no other backend may make its gradients.
             flags: more arguments of every call.
         """
-        refusal = self.refusal(case, inputs)
+        choice, error = self._choice(case, inputs)
+        refusal = self._reason(case, error)
         if refusal is not None:
             pytest.skip(refusal)
-        choice = self.choice(case, inputs, **flags)
+        if flags:
+            choice = self.choice(case, inputs, **flags)
         assert not alone or choice == self.name, f"{self.name} does not make the gradients of {case.repro()}"
         return partial(flash_dmattn.attention, return_lse=True, backend=choice, **flags)
 

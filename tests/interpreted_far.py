@@ -7,7 +7,6 @@ kernel reads or writes elsewhere. The same call on small contiguous tensors says
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from layouts import unbacked  # noqa: E402
 from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
@@ -37,10 +37,7 @@ Results = list[Tensor | None]
 def virtual(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A strided tensor in memory that is backed where it is touched."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
-    storage = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize + 2**16, flags), dtype=dtype)
-    return storage.as_strided(tuple(shape), tuple(strides))
+    return unbacked(elements, dtype).as_strided(tuple(shape), tuple(strides))
 
 
 def far(x: Tensor, dim: int) -> Tensor:

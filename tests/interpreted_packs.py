@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import random
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from unittest import mock
 
 import interpreter
 import torch
+from layouts import unbacked
 from outcomes import outcome_of, report
 from sequence_calls import SequenceCall, assert_accurate, draw, run
 from sequence_pack_calls import NAMES, PackCall
@@ -32,9 +32,7 @@ TILE = interpreter.Tile(64, 64, 4, 1)  # of attention, whose steps are the same 
 
 def far_masks() -> Iterator[str | None]:
     """Outcomes of masks that span up to 2^34 bytes. Few are touched; the others are never backed by memory."""
-    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
-    storage = torch.frombuffer(mmap.mmap(-1, (1 << 34) + 4096, flags), dtype=torch.uint8)
+    storage = unbacked(1 << 34, torch.uint8)
     bounds = torch.tensor([[2, 9, 3, 33], [14, 5, 40, 48]], dtype=torch.int32)
     spec = SequenceSpec("packed", 2, 20, 90, 10, 48)
     rows, entries = (1, 2, 20, 48), (2, 2, 10, 48)

@@ -68,6 +68,13 @@ def _before_a_wall(size: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=size, offset=wall - needed)
 
 
+def unbacked(elements: int, dtype: torch.dtype) -> Tensor:
+    """A vector of any length whose memory is backed where it is touched."""
+    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize + 2**16, flags), dtype=dtype)
+
+
 def absurd_strides(x: Tensor) -> Tensor:
     """The same values, with a huge odd stride on every dimension of size 1: no address is ever computed from it."""
     strides = [987654321 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from sequence_cases import SequenceCase
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
 from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.problem import Layout
 
 
 class SequenceLists(NamedTuple):
     """Sizes of a call with lists beside sequences: the queries and keys of each, and how they lie."""
 
-    layout: str
+    layout: Layout
     heads: tuple[int, int]
     lengths: tuple[tuple[int, int], ...]
     entries: int = 5
@@ -37,48 +39,32 @@ class SequenceLists(NamedTuple):
     def build(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> SequenceListCall:
         """Draw the tensors."""
         (packs_q, packs_k), number = self.packs, len(self.lengths)
-        lengths_q, lengths_k = (torch.tensor([x[side] for x in self.lengths]) for side in (0, 1))
-        first_q, first_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (lengths_q, lengths_k))
-        slots_q, slots_k = (int(x.max()) + self.spare for x in (lengths_q, lengths_k))
-        rows = (1, int(first_q[-1]) + self.spare) if packs_q else (number, slots_q)
-        pages = -(-slots_k // self.page_size)
-        sizes_k = (1, int(first_k[-1]) + self.spare) if packs_k else (number, slots_k)
-        table = torch.randperm(number * pages + 3)[: number * pages].view(number, pages)
-        if self.layout == "packed":
-            sequences = Sequences.packed(first_q, first_k)
-        elif self.layout == "padded":
-            sequences = Sequences.padded(seqlens_q=lengths_q, seqlens_k=lengths_k)
-        else:
-            sizes_k = (number * pages + 3, self.page_size)
-            if not packs_q:  # all slots are full
-                lengths_q = torch.full_like(lengths_q, rows[1])
-            sequences = Sequences.paged(table, lengths_k, cu_seqlens_q=first_q if packs_q else None)
-        index = torch.full((1 if packs_q or self.shares else number, self.list_heads, rows[1], self.entries), -1)
-        fewest = int(lengths_k.min())
-        for s in range(number):
-            at = (0, slice(int(first_q[s]), int(first_q[s] + lengths_q[s]))) if packs_q else (s * (not self.shares),)
-            own = index[at[0], :, at[1] if packs_q else slice(int(lengths_q[s]))]
-            last = -(-(fewest if self.shares else int(lengths_k[s])) // self.block_k)
-            own.copy_(torch.randint(-1, last, own.shape))
-        others = {"is_causal": self.is_causal, "window_size": self.window, "block_size": (1, self.block_k)}
-        rows_k = pages * self.page_size if "paged" in self.layout else sizes_k[1]
-        lists = PreparedMask.from_lists(index, seqlen_k=rows_k, sequences=sequences, **others).to(device)
-        tensors = (
-            torch.randn(*rows, self.heads[0], self.head_dims[0], dtype=dtype),
-            torch.randn(*sizes_k, self.heads[1], self.head_dims[0], dtype=dtype),
-            torch.randn(*sizes_k, self.heads[1], self.head_dims[1], dtype=dtype),
-            torch.randn(1 if self.shares else index.shape[0], self.value_heads, rows[1], self.entries, dtype=dtype),
-            torch.randn(self.heads[0], dtype=dtype),
+        most = [max(x[side] for x in self.lengths) + self.spare * (not self.packs[side]) for side in (0, 1)]
+        case = SequenceCase(
+            self.lengths, self.layout, self.page_size, trailing=(self.spare,) * 2, most=(most[0], most[1])
         )
+        call = case.with_(heads=self.heads, head_dims=self.head_dims, dtype=dtype, sink=dtype, dlse=False).build("cpu")
+        rows, sequences, table = call.q.shape[-3], call.sequences, call.sequences.block_table
+        if packs_k:  # without bounds on the lengths
+            sequences = Sequences.packed(sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+        index = torch.full((1 if packs_q or self.shares else number, self.list_heads, rows, self.entries), -1)
+        fewest = min(keys for *_, keys in call.lengths)
+        for s, (first, length, _, keys) in enumerate(call.lengths):
+            own = index[0 if packs_q or self.shares else s, :, first : first + length]
+            own.copy_(torch.randint(-1, -(-(fewest if self.shares else keys) // self.block_k), own.shape))
+        others = {"is_causal": self.is_causal, "window_size": self.window, "block_size": (1, self.block_k)}
+        rows_k = call.k.shape[-3] if table is None else table.shape[1] * self.page_size
+        lists = PreparedMask.from_lists(index, seqlen_k=rows_k, sequences=sequences, **others).to(device)
+        values = torch.randn(len(index), self.value_heads, rows, self.entries, dtype=dtype)
+        assert call.sink is not None
+        tensors = (call.q[None] if packs_q else call.q, *(x[None] if packs_k else x for x in (call.k, call.v)))
         places = [
-            (
-                (0, slice(int(first_q[s]), int(first_q[s + 1]))) if packs_q else (s, slice(int(lengths_q[s]))),
-                (0, slice(int(first_k[s]), int(first_k[s + 1]))) if packs_k else (s, slice(int(lengths_k[s]))),
-            )
-            for s in range(number)
+            ((0 if packs_q else s, slice(i, i + n)), (0 if packs_k else s, slice(j, j + m)))
+            for s, (i, n, j, m) in enumerate(call.lengths)
         ]
-        own_table = table if "paged" in self.layout else None
-        return SequenceListCall(self, lists, index, [x.to(device) for x in tensors], places, own_table)
+        return SequenceListCall(
+            self, lists, index, [x.to(device) for x in (*tensors, values, call.sink)], places, table
+        )
 
 
 class SequenceListCall(NamedTuple):
@@ -113,7 +99,7 @@ class SequenceListCall(NamedTuple):
             if self.table is None:
                 own_k, own_v = k[entry_k, keys], v[entry_k, keys]
             else:
-                own_k, own_v = (x[self.table[s].to(x.device)].flatten(0, 1)[keys] for x in (k, v))
+                own_k, own_v = (x[self.table[s].long().to(x.device)].flatten(0, 1)[keys] for x in (k, v))
             entry_v = min(entry, len(self.index) - 1)
             lists = PreparedMask.from_lists(
                 self.index[entry_v, :, rows].to(q.device),

@@ -16,7 +16,7 @@ import torch
 from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
 from benchmarks import cli, dispatch, pages, results, runner, turns
-from benchmarks.cases import Case, cases_of
+from benchmarks.cases import Case
 from benchmarks.floors import Rates
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import equivalence, model, performance
@@ -191,29 +191,6 @@ def test_rows_of_another_run_are_not_mixed(tiny: runner.Options) -> None:
     assert runner.run("performance", measured_anew) == runner.PASSED
     assert runner.run("performance", replace(later, fresh=True)) == runner.PASSED
     assert results.load(tiny.out / "performance.json")["machine"]["commit"] == "def"
-
-
-def test_processes_share_the_cases_and_the_file(tiny: runner.Options) -> None:
-    """Each runs its part, and rows that another process added meanwhile stay."""
-    every = cases_of("performance")
-    known = runner.known_seconds("performance")
-    shares = [[case.name for case in runner.share((index, 4), every, known)] for index in (1, 2, 3, 4)]
-    assert sorted(name for part in shares for name in part) == sorted(case.name for case in every)
-    sums = [sum(known.get(name, max(known.values())) for name in part) for part in shares]
-    assert max(sums) - min(sums) < 0.02 * sum(sums)
-    times_of = [[known[name] for name in part if name in known] for part in shares]
-    assert all(part == sorted(part, reverse=True) for part in times_of), "the longest come first"
-    first = runner.share((1, 1), every, {every[1].name: 3.0, every[2].name: 9.0})
-    assert [case.name for case in first[:3]] == [every[2].name, every[1].name, every[0].name], "the unknown come last"
-    path = tiny.out / "performance.json"
-    assert runner.run("performance", replace(tiny, compiles="only")) == runner.PASSED and names_in(path) == []
-    head = {name: results.load(path)[name] for name in ("suite", "machine", "settings", "planned")}
-    late = results.Results(path, head)
-    for index in (2, 1):
-        assert runner.run("performance", replace(tiny, share=(index, 2))) == runner.PASSED
-    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
-    late.leave_out({"fa4": "not here"})
-    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
 
 
 def test_processes_on_one_gpu_time_one_after_another(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change
     torch.testing.assert_close(actual, attend(mask=prepare(mask), backend="reference"))
 
 
-def test_no_tensor_is_held() -> None:
+def test_no_tensor_is_held(young_heap: None) -> None:
     arguments = inputs()
     arguments["bias"].requires_grad_()
     flash_dmattn.attention(**arguments).sum().backward()
@@ -328,7 +328,7 @@ def test_a_fallback_is_reported_as_the_policy_says_at_the_time_of_a_call(
 
 
 @pytest.mark.parametrize("form", ["dense", "sequence_tiles", "tree"])
-def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: list[int]) -> None:
+def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: list[int], young_heap: None) -> None:
     x, cu = torch.randn(12, 2, 8), torch.tensor([0, 5, 12])
     sequences = flash_dmattn.Sequences.packed(cu, max_seqlen_q=7)
     mask: Any = torch.rand(1, 12, 7) > 0.3

@@ -69,7 +69,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain --q 2,4,4,8 --arch H100", "--arch is 'H100'; it needs to be 'cpu' or the architecture of a GPU"),
         ("calibrate --device tpu", "argument --device: 'tpu' needs to be the index of a GPU, from 0, or cpu"),
         ("calibrate --device -1", "argument --device: '-1' needs to be the index of a GPU, from 0, or cpu"),
-        ("explain --q 2,4,4,8 --colour red", "unrecognized arguments: --colour red"),
+        (
+            "explain --q 2,4,4,8 --colour red",
+            "explain: error: unrecognized arguments: --colour red; it takes --help, --q,",
+        ),
+        (
+            "calibrate --arch H100",
+            "unrecognized arguments: --arch H100; it takes --help, --seconds, --device, --tiles, --share",
+        ),
         ("frobnicate", "invalid choice: 'frobnicate'"),
     ],
 )

@@ -65,11 +65,9 @@ SHORT_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128,
 
 RELATIVE = {"bias": (16, 257), "by_distance": ByDistance(128, "clamp", False)}
 
+# More calls than the examples of the rules.
 NEVER_TAKEN = (
-    ("dtype", {"dtype": "fp64"}),
-    ("head_dim", {"q": (2, 4096, 16, 264)}),
     ("head_dim", {"q": (2, 4096, 16, 128), "head_dim_v": 132}),
-    ("arch", {"device": "sm_100"}),
     ("arch", {"device": "sm_80", **GRADIENTS, "bias": (1, 16, 1, 4096), "bias_grad": True}),
 )
 # Its forward pass serves these, its backward pass does not, for this reason.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from accuracy import GRADIENTS, assert_accurate, assert_empty_rows_ignore_dlse, oracle, run
+from accuracy import GRADIENTS, Results, assert_accurate, assert_empty_rows_ignore_dlse, oracle, run
 from cases import Case, Inputs
 from conftest import Runner
 from layouts import LAYOUTS, rearranged
@@ -113,6 +113,16 @@ def spoilt(inputs: Inputs, where: str, value: float) -> Inputs:
     return replace(inputs, **{name: x})
 
 
+@cache
+def spoilt_call(name: str, where: str, value: float) -> tuple[Inputs, Results, Inputs, tuple[Any, ...]]:
+    """The inputs of a call; its results, its inputs and the gradients of the plain formula in fp64."""
+    case, _ = SPOILT_CALLS[name]
+    inputs = spoilt(case.build(), where, value)
+    x = case.in_formula(inputs.to(torch.float64))
+    gradients = formula.gradients(x.dout, None, x.q, x.k, x.v, x.mask, x.bias, **case.flags(), sink=x.sink)
+    return inputs, oracle(case, inputs), x, gradients
+
+
 @pytest.mark.parametrize("value", (torch.nan, torch.inf, -torch.inf))
 @pytest.mark.parametrize("name", SPOILT_CALLS)
 @pytest.mark.parametrize("backend", HELD_TO_NAN, indirect=True)
@@ -120,8 +130,8 @@ def test_what_is_no_number_reaches_all_that_see_it(backend: Runner, name: str, v
     """Out and lse are as in the formula. Gradients are no numbers where a bad row sees a pair, perhaps elsewhere."""
     case, places = SPOILT_CALLS[name]
     for where in places:
-        inputs = spoilt(case.build(), where, value)
-        got, exact, x = backend(case, inputs), oracle(case, inputs), case.in_formula(inputs.to(torch.float64))
+        inputs, exact, x, everywhere = spoilt_call(name, where, value)
+        got = backend(case, inputs)
         keep = formula.allowed(inputs.mask, *case.sizes(("Lq", "Lk")), case.is_causal, case.window_size, x.q.device)
         keep = torch.ones((), dtype=torch.bool, device=x.q.device) if keep is None else keep
         keep = keep.expand(case.sizes(FULL))
@@ -141,8 +151,6 @@ def test_what_is_no_number_reaches_all_that_see_it(backend: Runner, name: str, v
         if x.bias is not None:
             reached["dbias"] = formula.grouped(pairs.double(), case.num_heads_k, case.num_heads)
             reached["dbias"] = formula.bias_gradient(reached["dbias"], x.bias, case.num_heads) > 0
-        flags = {**case.flags(), "sink": x.sink}
-        everywhere = formula.gradients(x.dout, None, x.q, x.k, x.v, x.mask, x.bias, **flags)
         for result, most in zip((*GRADIENTS, "dsink"), everywhere, strict=False):
             if got.get(result) is None:
                 continue

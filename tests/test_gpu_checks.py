@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from itertools import chain
@@ -63,19 +62,6 @@ def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) 
     assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
 
 
-def test_random_calls_are_one_record_of_the_commit(tmp_path: Path) -> None:
-    for number, passed in enumerate((3, 4)):
-        line = {"next": 9, "passed": passed, "refused": 1, "failed": [5] * number}
-        (tmp_path / f"fuzz.{number}.json").write_text(json.dumps({"places": {"cuda": {"dense": line}}}))
-    for _ in range(2):  # the records of processes stay, for they go on
-        gpu_checks.add_up_calls(tmp_path, "c1")
-    content = json.loads((tmp_path / "fuzz.json").read_text())
-    line = content["places"]["cuda"]["dense"]
-    assert content["commit"] == "c1" and (line["passed"], line["refused"], line["failed"]) == (7, 2, [5])
-    assert go([part("any", "pass")], tmp_path, commit="c2") == PASSED
-    assert not list(tmp_path.glob("fuzz*")), "of another commit"
-
-
 def test_initcheck_leaves_copies_alone() -> None:
     """It would report each copy of what TMA stored."""
     commands = {each.name: each.command for each in all_parts()}
@@ -133,23 +119,6 @@ def test_shares_of_a_file_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None
         shares.append([item.nodeid for item in items])
     assert sorted(chain.from_iterable(shares)) == sorted(item.nodeid for item in every)
     assert all(len(every) / 6 < len(share) for share in shares)
-
-
-def test_the_command_lists_and_chooses() -> None:
-    command = [sys.executable, gpu_checks.__file__, "--list", "--only", "racecheck"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    expected = [
-        "racecheck-intervals-triton-300",
-        "racecheck-found",
-        *(f"racecheck-triton-{first}" for first in (0, 10, 20, 30)),
-    ]
-    assert [line.split()[0] for line in listed] == expected
-    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "instructions", "--forced"]
-    for archs in (("sm_120",), ()):
-        listed = subprocess.run([*forced, *archs], capture_output=True, text=True, check=True).stdout.splitlines()
-        assert [line.split()[0] for line in listed] == [f"{arch}-instructions" for arch in archs or gpu_checks.FORCED]
-    listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 4 + 4 + 1 + 19
 
 
 def test_without_a_gpu_nothing_passes(

@@ -8,7 +8,6 @@ tests/test_mask_pack_interpreter.py layouts
 from __future__ import annotations
 
 import itertools
-import mmap
 import random
 import re
 import sys
@@ -22,6 +21,7 @@ from unittest import mock
 import forked
 import pytest
 import torch
+from layouts import unbacked
 from mask_checks import runs, tiled_mask
 from sequence_pack_calls import guarded, laid_out
 
@@ -300,9 +300,7 @@ def check_offsets_beyond_int32() -> None:
     """Masks that span up to 2^34 bytes and touch few: the rest is never backed by memory."""
     from flash_dmattn.triton_kernels import key_pack, mask_pack
 
-    unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
-    storage = torch.frombuffer(mmap.mmap(-1, (1 << 34) + 4096, flags), dtype=torch.bool)
+    storage = unbacked(1 << 34, torch.bool)
     # Loads count their own width, so the wider they are, the farther lies what 32 bits do not reach.
     for shape, strides in (
         ((2, 2, 20, 48), (1 << 20, 1 << 21, 1 << 29, 1)),

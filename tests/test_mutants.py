@@ -36,7 +36,7 @@ def test_written_faults_differ() -> None:
 def test_drawn_faults_parse_and_change_the_tree() -> None:
     assert draw(20, 3, "reference/") == draw(20, 3, "reference/") != draw(20, 4, "reference/")
     assert {fault.file for fault in draw(20, 0, "reference/")} <= set(sources("reference/"))
-    for fault in draw(50, 0):
+    for fault in draw(50, 0, ("flash_dmattn/masks/", "triton_kernels/")):
         assert fault.before == (ROOT / fault.file).read_text()
         assert ast.dump(ast.parse(fault.after)) != ast.dump(ast.parse(fault.before)), fault.what
 

@@ -18,6 +18,7 @@ def run_with(oldest: Path, *command: str) -> str:
     """Run Python with the folder `oldest` before what is installed; return its output, or fail with it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (oldest, TESTS.parent, TESTS)))
+    environment["FLASH_DMATTN_SAMPLE"] = "12"
     done = subprocess.run(
         [sys.executable, *command], cwd=TESTS.parent, env=environment, text=True, capture_output=True, timeout=900
     )
@@ -27,13 +28,13 @@ def run_with(oldest: Path, *command: str) -> str:
 
 @pytest.mark.skipif(not (TRANSFORMERS / "transformers").is_dir(), reason=f"{TRANSFORMERS} is empty: make test fills it")
 def test_transformers() -> None:
-    """The same tests as with the newest version."""
+    """The same tests as with the newest version, with at most twelve cases of each: what differs shows in few."""
     files = sorted(TESTS.glob("test_transformers_*.py"))
     assert len(files) >= 5
     run_with(TRANSFORMERS, "-c", "import transformers; assert transformers.__version__ == '5.0.0'")
     printed = run_with(TRANSFORMERS, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files))
     summary = printed.strip().splitlines()[-1]
-    assert int(summary.split(" passed")[0].split()[-1]) > 300, summary
+    assert int(summary.split(" passed")[0].split()[-1]) > 150, summary
 
 
 COMPILE = """

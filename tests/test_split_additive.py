@@ -232,7 +232,7 @@ def test_a_tensor_that_has_changed_is_split_again() -> None:
     assert split_additive(x[:, 1:], empty="zero")[0].all() and split_additive(x)[0].all()
 
 
-def test_nothing_is_kept_of_a_tensor_that_ended() -> None:
+def test_nothing_is_kept_of_a_tensor_that_ended(young_heap: None) -> None:
     """Its result is dropped, and no result keeps a tensor alive, even where the rest is x."""
     for values in ((0.0, -1e9), (0.5, -1e9), (0.5, 1.0)):
         x = torch.tensor([values])

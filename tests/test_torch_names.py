@@ -149,22 +149,6 @@ def test_no_other_private_name_of_torch_is_used() -> None:
     assert NAMES.keys() - used == set(), "nothing uses it any more: take it out"
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("import torch\ntorch._C._f()", "torch._C._f"),
-        ("import torch._dynamo as d", "torch._dynamo"),
-        ("from torch._C._functorch import g as h", "torch._C._functorch.g"),
-        ("from torch.autograd import profiler as p\np._on", "torch.autograd.profiler._on"),
-        ("import torch\nx: torch.Tensor\nx.y._state", "._state"),
-        ("f().__signature__ = 1", ".__signature__"),
-        ("getattr(x, '_state', 1)", "._state"),
-    ],
-)
-def test_such_a_name_is_seen(line: str, name: str) -> None:
-    assert name in set(private_names(ast.parse(line), {"own"}))
-
-
 def resolved(name: str) -> Any:
     """Look a dotted name of torch up."""
     module, names = torch, name.split(".")[1:]

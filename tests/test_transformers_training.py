@@ -162,7 +162,7 @@ def test_a_bias_is_converted_once(counted: Counted) -> None:
     assert biases[0] is biases[1] and biases[2] is biases[4] and biases[0] is not biases[2]
 
 
-def test_the_copy_of_a_bias_follows_it() -> None:
+def test_the_copy_of_a_bias_follows_it(young_heap: None) -> None:
     """Changed in place or for another dtype it is made anew; it has the gradient of its original, and goes with it."""
     bias = torch.randn(1, 3, 4, 2).transpose(1, 3)
     first = in_dtype(bias, torch.float32)

@@ -86,7 +86,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, vendor: str) -> list[int]:
     return devices
 
 
-def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int]) -> None:
+def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int], young_heap: None) -> None:
     from flash_dmattn.triton_kernels.kernel_launch import Launch
 
     kernel = Kernel()

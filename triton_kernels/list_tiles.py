@@ -37,7 +37,8 @@ _SM90_KEYS = {128: {64: (64, 4, 2), 128: (64, 8, 1)}, 256: {64: (32, 8, 2), 128:
 # Places of a tile, warps and stages by members; columns of the head dims pass by.
 _SM90_PAIRS = {32: (128, 4, 4), 64: (128, 4, 4), 128: (128, 8, 4)}
 _SM90_ROWS = {32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)}
-# In a forward pass of wide heads whose v lies apart from k, both have to fit beside q.
+# In a forward pass of wide heads whose v is a tensor apart from k, both have to fit next to q. On sm_100 the compiler
+# takes a third more shared memory for k alone.
 _SM90_WIDE_V = {16: (32, 4, 5), 64: (32, 8, 3)}
 _SMALL_STEP = {128: (32, 4, 3), 256: (32, 4, 1), 512: (16, 8, 1)}
 
@@ -88,7 +89,8 @@ def list_tile(
         if dtype == torch.float32 or shared_bytes(arch) < 99 * KIB:
             stages = 1
         return Tile(block_m, keys, warps, stages)
-    rows = _SM90_WIDE_V if holds_v and kernel == "forward" else _row(_SM90[kernel], head_dim)
+    is_tight = kernel == "forward" and (holds_v or (head_dim > 256 and arch == "sm_100"))
+    rows = _SM90_WIDE_V if is_tight else _row(_SM90[kernel], head_dim)
     keys, warps, stages = _row(rows, block_m)
     if keys_each >= keys:
         warps, stages = max(warps, 4), (stages + 1) // 2

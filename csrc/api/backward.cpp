@@ -184,10 +184,18 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
                      int64_t low, int64_t high, double softmax_scale, double softcap, bool deterministic,
                      int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p, int64_t outside,
                      int64_t zero) {
-  const BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
-                                    dbias_sums, delta, softmax_scale, num_dbias_chunks, nullptr, std::move(mask),
-                                    std::move(key_order), low, high, softcap, deterministic, std::move(dropout_key),
-                                    dropout_p, outside, zero};
+  BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
+                              dbias_sums, delta, softmax_scale, num_dbias_chunks};
+  arguments.mask = std::move(mask);
+  arguments.key_order = std::move(key_order);
+  arguments.low = low;
+  arguments.high = high;
+  arguments.softcap = softcap;
+  arguments.deterministic = deterministic;
+  arguments.dropout_key = std::move(dropout_key);
+  arguments.dropout_p = dropout_p;
+  arguments.outside = outside;
+  arguments.zero = zero;
   BackwardPass{arguments}.run();
 }
 

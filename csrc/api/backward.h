@@ -105,10 +105,7 @@ struct BackwardPass {
   void describe_bias();
   void describe_scores();
   void describe_operands();
-  bool has_bias_tiles() const {
-    return bias_form == BackwardBias::kTile || bias_form == BackwardBias::kTileStore ||
-           bias_form == BackwardBias::kTileSum;
-  }
+  bool has_bias_tiles() const { return has_tiles(form_of(bias_form)); }
 
   // backward_scratch.cpp: how blocks share the work, and the memory that they need for it.
   struct Layout;

@@ -41,7 +41,7 @@ void BackwardPass::check_arguments() {
   mask_form = checked_mask_form(op, args.mask, true, sizes, args.q);
   if (args.outside != kNotByDistance) {
     set_distances(op, args.bias, args.outside, args.zero, sizes, args.q, params);
-    CHECK_FOR(op, has_relative_kernels(static_cast<int>(kernels.head_dim), static_cast<int>(kernels.head_dim_v)),
+    CHECK_FOR(op, has_window_kernels(static_cast<int>(kernels.head_dim), static_cast<int>(kernels.head_dim_v)),
               "there are no kernels with a bias by distance of head dims ", kernels.head_dim, " and ",
               kernels.head_dim_v, " (v)");
     CHECK_FOR(op, !args.dbias_sums.has_value(), "dbias_sums are of a bias of one value per key");

@@ -44,8 +44,7 @@ void BackwardPass::choose_writer(int device) {
   if (has_mask) call.mask_batch = args.mask[0].size(0);
   call.has_key_order = args.key_order.has_value();
   call.is_banded = is_banded;
-  // No kernel of two key tiles or of clusters has a softcap, dropout or a bias by distance.
-  call.has_softcap = args.softcap > 0 || args.dropout_key.has_value() || args.outside != kNotByDistance;
+  call.takes_plain_kernels = args.softcap > 0 || args.dropout_key.has_value() || args.outside != kNotByDistance;
   call.is_deterministic = args.deterministic;
   call.needs_dq = args.dq.has_value();
   call.needs_dk_or_dv = args.dk.has_value() || args.dv.has_value();

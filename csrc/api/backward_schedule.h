@@ -19,7 +19,8 @@ struct BackwardCall {
   int64_t low, high;                       // query i sees keys from i + low to i + high, or fewer under a mask
   bool has_key_order;                      // keys are in the order of an interval mask
   bool is_banded;                          // the band forbids something; of a mask, the band is part of it
-  bool has_softcap, is_deterministic, needs_dq, needs_dk_or_dv;
+  bool takes_plain_kernels;                // none of two key tiles or of clusters: a softcap, dropout or a window
+  bool is_deterministic, needs_dq, needs_dk_or_dv;
   bool groups_share_mask;                  // the heads of a group have the same mask
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
   bool has_key_bias;                       // a bias of one value per key
@@ -42,12 +43,13 @@ enum class DbiasWriter {
 inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (call.dbias_batch == 0) return DbiasWriter::kNone;
   const bool is_shared = call.dbias_batch < call.batch || call.dbias_heads < call.num_heads;
-  if (!is_shared && backward_stores_dbias(call.head_dim, call.head_dim_v, call.has_softcap)) return DbiasWriter::kMain;
+  const bool stores = backward_stores_dbias(call.head_dim, call.head_dim_v, call.takes_plain_kernels);
+  if (!is_shared && stores) return DbiasWriter::kMain;
   const bool is_cluster_size = call.batch == 2 || call.batch == 4 || call.batch == 8;
   const bool sums = is_cluster_size && call.dbias_batch == 1 && call.dbias_heads == call.num_heads &&
                     call.seqlen_k % kDbiasColumns == 0 && call.mask_batch <= 1 &&
                     (call.needs_dq || call.needs_dk_or_dv) &&
-                    backward_sums_dbias(call.head_dim, call.head_dim_v, call.has_softcap);
+                    backward_sums_dbias(call.head_dim, call.head_dim_v, call.takes_plain_kernels);
   return sums ? DbiasWriter::kClusters : DbiasWriter::kSharedDbias;
 }
 
@@ -152,13 +154,16 @@ struct BackwardSchedule {
 
 constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
 
+// The time of a block of two key tiles to that of a block of one, in two cases. Where dbias is stored, L2 bounds the
+// kernel and the larger block moves less. Where a block has all keys, nothing is added to dq. With a band it is slower:
+// docs/notes/cuda_tried.md, "Backward kernel".
+constexpr int64_t kTimeOfTwo = 5, kTimeOfOne = 3;
+
 // Whether blocks of two key tiles finish earlier than twice as many blocks of one, for so many pairs of a batch entry
-// and a head. A block of two takes 5/3 of the time of a block of one in two cases. Where dbias is stored, L2 bounds the
-// kernel and the larger block moves less. Where a block has all keys, nothing is added to dq. Not used with a band,
-// where it is slower: docs/notes/cuda_tried.md, "Backward kernel".
+// and a head.
 inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
-  return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
+  return kTimeOfTwo * waves(ceil_div(tiles_k, 2)) <= kTimeOfOne * waves(tiles_k);
 }
 
 // Whether work tiles have 128 keys where other calls of these head dims have 64. They need to be more than the SMs: causal
@@ -166,7 +171,7 @@ inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
 // tiles, 0.1869 and 0.1469 (H200).
 inline bool takes_whole_tile(const BackwardCall& call, int64_t num_sms) {
   const bool has_kernel = has_whole_tile(call.head_dim, call.head_dim_v) && call.mask_batch == 0 &&
-                          !call.has_softcap && !call.has_bias;
+                          !call.takes_plain_kernels && !call.has_bias;
   return has_kernel && call.batch * call.num_heads * ceil_div(call.seqlen_k, kTile) > num_sms;
 }
 
@@ -192,10 +197,12 @@ inline int64_t mean_walk(const BackwardCall& call) {
 }
 
 // A work tile of one query head adds its dk and dv in device memory. It costs as much as a walk of so many queries
-// more. With dq complete nothing else is added there; where dbias is stored walks wait for memory, and SMs without work
-// are missed less.
+// more (docs/notes/cuda_tried.md, "Head groups"). Where dbias is stored walks wait for memory, and SMs without work are
+// missed less; with dq complete nothing else is added.
+constexpr int64_t kSumsBesideDbias = 1024, kSumsAlone = 384, kSumsBesideDq = 224;
 inline int64_t sums_walk(const BackwardSchedule& schedule, DbiasWriter writer) {
-  return writer == DbiasWriter::kMain ? 1024 : schedule.completes_dq ? 384 : 224;
+  if (writer == DbiasWriter::kMain) return kSumsBesideDbias;
+  return schedule.completes_dq ? kSumsAlone : kSumsBesideDq;
 }
 
 // How many (batch, key head) pairs have work tiles of whole groups, so that nothing is added. Tiles of single heads are
@@ -245,7 +252,7 @@ inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int6
 inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter writer, int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
   const bool has_mask = call.mask_batch > 0;
-  const bool takes_two = !has_mask && !call.is_banded && !call.has_softcap && !call.has_key_bias &&
+  const bool takes_two = !has_mask && !call.is_banded && !call.takes_plain_kernels && !call.has_key_bias &&
                          has_two_key_tiles(call.head_dim, call.head_dim_v) &&
                          (pays_to_take_two(pairs_k, tiles_k, num_sms) ||  // of whole groups, or of single heads
                           pays_to_take_two(call.batch * call.num_heads, tiles_k, num_sms));

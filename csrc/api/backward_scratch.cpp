@@ -129,7 +129,7 @@ BackwardPass::Layout BackwardPass::lay_out() const {
   at.has_long = at.reserve(ceil_div(at.masks, 4));
   at.has_group = at.reserve(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
   at.slots = at.reserve(dbias_schedule.has_slots ? dbias_schedule.chunks * dbias_schedule.slot_floats : 0);
-  at.flat_sums = at.reserve(bias_form == BackwardBias::kRelativeSum ? pairs * schedule.blocks_k * kFlatSums * 2 : 0);
+  at.flat_sums = at.reserve(sums_flat_tiles(bias_form) ? pairs * schedule.blocks_k * kFlatSums * 2 : 0);
   at.dbias_counter = at.reserve(is_shared ? 1 : 0);
   at.counter = at.reserve(needs_counter ? 1 : 0);
   at.dq_semaphore = at.reserve(is_ordered ? blocks_q : 0);

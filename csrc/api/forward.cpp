@@ -236,7 +236,7 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
     }
   } else if (call.outside != kNotByDistance) {
     set_distances(op, call.bias, call.outside, call.zero, sizes, call.q, params);
-    CHECK_FOR(op, has_relative_kernels(static_cast<int>(instance.head_dim), static_cast<int>(instance.head_dim_v)),
+    CHECK_FOR(op, has_window_kernels(static_cast<int>(instance.head_dim), static_cast<int>(instance.head_dim_v)),
               "there are no kernels with a bias by distance of head dims ", instance.head_dim, " and ",
               instance.head_dim_v, " (v)");
   } else if (call.bias.has_value()) {
@@ -245,13 +245,13 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   ForwardVariant variant{};
   variant.bias = call.bias.has_value() ? describe_bias(call, params) : Bias::kNone;
   variant.mask = checked_mask_form(op, call.mask, false, sizes, call.q);
-  CHECK_FOR(op, variant.mask != MaskForm::kIntervals || variant.bias == Bias::kNone || variant.bias == Bias::kVector,
+  CHECK_FOR(op, variant.mask != MaskForm::kIntervals || takes_intervals(variant.bias),
             "a bias per query and key needs bits of a mask");
   set_dropout(op, call.dropout_key, call.dropout_p, instance.head_dim, instance.head_dim_v, call.q, params);
   variant.has_dropout = params.dropout.key != nullptr;
   CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kStrided,
             "bias has rows that TMA cannot read; dropout has no kernel for it");
-  CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kRelative, "dropout has no kernel for a bias by distance");
+  CHECK_FOR(op, !variant.has_dropout || takes_dropout(variant.bias), "dropout has no kernel for a bias by distance");
   variant.has_one_mask_row = call.one_mask_row;
   variant.has_pages = has_pages;
   variant.queries = sequences == nullptr ? rows.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
@@ -324,9 +324,18 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
                     bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift) {
-  forward({"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap, nullptr, std::move(mask), low,
-           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row, outside, zero,
-           group_shift});
+  ForwardArguments call{"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap};
+  call.mask = std::move(mask);
+  call.low = low;
+  call.high = high;
+  call.num_splits = num_splits;
+  call.dropout_key = std::move(dropout_key);
+  call.dropout_p = dropout_p;
+  call.one_mask_row = one_mask_row;
+  call.outside = outside;
+  call.zero = zero;
+  call.group_shift = group_shift;
+  forward(call);
 }
 
 // Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k

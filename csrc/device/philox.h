@@ -39,6 +39,7 @@ __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const D
   const uint32_t row_counter = dropout_counter(row), column_counter = dropout_counter(column);
 #pragma unroll
   for (int w = 0; w < kCount / 32; ++w) {
+    // A round adds 8 bits at the top and moves older ones down: in the end it is bit 8 (i % 4) + 4 half + 2 r + e.
     uint32_t bits = 0;
     // A loop: ptxas would have several calls under way, and spill what the products have summed.
 #pragma unroll 1

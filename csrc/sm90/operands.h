@@ -176,33 +176,4 @@ __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F u
   }
 }
 
-// The place of the first of a tile's distances, of its last row and its first key.
-__device__ __forceinline__ int first_place(const Distances& of, int last_row, int first_key) {
-  return of.origin + first_key - last_row;
-}
-
-// Writes values of so many places in fp32, from `first` on upwards or downwards, as one warp. The second copy begins with
-// the second value, so that any two neighbours start on 8 bytes in one of them.
-template <int kStep, class F>
-__device__ __forceinline__ void write_distances(float* to, int second_copy, const Distances& of, int first, int count,
-                                                F value_at) {
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < count; i += 32) {
-    const int place = min(max(first + kStep * i, of.lowest), of.highest);
-    const float value = place >= 0 && place < of.number ? value_at(0, place) : 0.0f;
-    to[i] = value;
-    if (i > 0) to[second_copy + i - 1] = value;
-  }
-}
-
-// Where the pair from the i-th value on lies, in floats.
-__device__ __forceinline__ int pair_of_distances(int i, int second_copy) {
-  return i % 2 == 0 ? i : second_copy + i - 1;
-}
-
-// Whether so many places have one value.
-__device__ __forceinline__ bool is_flat(const Distances& of, int first_place, int count) {
-  return first_place + count - 1 <= of.lowest || first_place >= of.highest;
-}
-
 }  // namespace flash_dmattn

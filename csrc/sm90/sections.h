@@ -9,20 +9,22 @@ struct Place {
   int pair, row;
 };
 
+// Narrows pairs [first, end) and the rows from `first_row` on to the kind of sections that the tile is in. `index` then counts
+// their tiles.
 __device__ __forceinline__ Place place_of(const Sections& of, int index) {
   int first = 0, end = of.pairs, width = of.width, first_row = 0, rows = of.rows;
   if (of.late_rows > 0) {
     const int tiles_before = of.whole_pairs * rows;
     if (index < tiles_before) {
-      end = of.whole_pairs;
+      end = of.whole_pairs;  // sections of whole pairs
     } else {
       index -= tiles_before;
       first = of.whole_pairs;
-      rows -= of.late_rows;
+      rows -= of.late_rows;  // sections without their late rows
       const int early = (end - first) * rows;
       if (index >= early) {
         index -= early;
-        width = end - first;
+        width = end - first;  // one section of all late rows
         first_row = rows;
         rows = of.late_rows;
       }

@@ -217,7 +217,8 @@ class Backend:
 
     def broken_rules(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
         """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
-        missing = [name for name in FEATURES if name in problem.features - self.features]
+        lacks = problem.features - self.features
+        missing = [name for name in FEATURES if name in lacks] if lacks else []
         return (
             *(
                 Reason(self.name, name, f"{name} is set; this backend does not have it", _HINTS.get(name, ""))

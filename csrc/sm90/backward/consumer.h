@@ -5,6 +5,7 @@
 // share of dq, and a producer warp stores it as dbias.
 #pragma once
 
+#include "../bias_window.h"
 #include "named_barriers.h"
 #include "key_consumer.h"
 #include "storage.h"
@@ -203,35 +204,30 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     pipe.advance();
   }
 
-  // finish_scores with a bias by distance. The thread's second key, 8 behind its first, has the distances of 8 queries
-  // before.
+  // finish_scores with a window.
   template <bool kGreat>
-  __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe,
-                                                        const KeyWorkItem<Traits>& item, int block) {
+  __device__ __forceinline__ void finish_with_window(Scores& scores, int stage, BiasPipe& pipe,
+                                                     const KeyWorkItem<Traits>& item, int block) {
+    using Window = BiasWindow<Traits::kBlockN, kBlockM, true>;
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
-    const int place = Traits::kBlockN - 1 - this->key_of_block(1) + 2 * (lane % 4);
     const float* values = reinterpret_cast<const float*>(shared.bias[pipe.stage]) +
-                          pair_of_distances(place, Traits::kSecondCopy);
+                          Window::pair_of(this->key_of_block(1), lane);
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
-    float2 pairs[2];
-    pairs[1] = *reinterpret_cast<const float2*>(values);
-#pragma unroll
-    for (int c = 0; c < kBlockM / 8; ++c) {
-      pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
+    const auto load = [&](int c) { return *reinterpret_cast<const float2*>(values + 8 * c); };
+    Window::for_each_pair(load, [&](int c, const float2(&biases)[2]) {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
         if constexpr (kGreat) {
-          this->finish_great(two, pairs[r], p.softmax_scale, item, block, c);
+          this->finish_great(two, biases[r], p.softmax_scale, item, block, c);
         } else {
-          two[0] = fmaf(two[0], scale, fmaf(pairs[r].x, kLog2e, -pair.x));
-          two[1] = fmaf(two[1], scale, fmaf(pairs[r].y, kLog2e, -pair.y));
+          two[0] = fmaf(two[0], scale, fmaf(biases[r].x, kLog2e, -pair.x));
+          two[1] = fmaf(two[1], scale, fmaf(biases[r].y, kLog2e, -pair.y));
         }
       }
-      pairs[1] = pairs[0];
-    }
+    });
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
   }
@@ -410,8 +406,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     if constexpr (!Traits::kHasThirdPanel) this->start_dp(dp, stage, kKeyTile);
     if constexpr (Traits::kHasBiasTiles) {
       finish_with_bias<kGreat>(scores, stage, pipes.bias, item, block.index);
-    } else if constexpr (Traits::kIsRelative) {
-      finish_with_distances<kGreat>(scores, stage, pipes.bias, item, block.index);
+    } else if constexpr (Traits::kHasBiasWindow) {
+      finish_with_window<kGreat>(scores, stage, pipes.bias, item, block.index);
     } else {
       this->template finish_scores<kGreat>(scores, stage, {}, item, block.index);
     }

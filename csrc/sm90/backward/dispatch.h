@@ -8,7 +8,7 @@
 
 namespace flash_dmattn {
 
-// Calls f with an integral constant for the kind of bias, any but kTileSum.
+// Calls f with an integral constant for the kind of bias, any but kTileSum and those with a window.
 template <MaskForm kMask, class F>
 cudaError_t with_backward_bias(BackwardBias bias, F f) {
   using Of = BackwardBias;
@@ -19,7 +19,14 @@ cudaError_t with_backward_bias(BackwardBias bias, F f) {
   }
 }
 
-// The same with another for the form of the mask.
+// The same for a bias that is read as a window. The return type is not deduced: that would compile the kernels for all head
+// dims, because a caller that is no template compiles what `if constexpr` leaves out.
+template <class F>
+cudaError_t with_window_bias(BackwardBias bias, F f) {
+  return with_one_of<BackwardBias::kRelativeSum, BackwardBias::kRelative>(bias, f);
+}
+
+// As with_backward_bias, with another constant for the form of the mask.
 template <class F>
 cudaError_t with_backward_form(BackwardBias bias, MaskForm mask, F f) {
   return with_mask_form(mask, [&](auto mask_form) {

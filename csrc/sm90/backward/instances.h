@@ -33,12 +33,6 @@ constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_soft
 // Whether there are kernels with dropout, in every pass: at the head dim of the models that have it.
 constexpr bool has_dropout_kernels(int head_dim, int head_dim_v) { return head_dim == 64 && head_dim_v == 64; }
 
-// Whether there are kernels with a bias by distance: in the forward pass without intervals of a mask, dropout and
-// sequences; in the backward pass also without a softcap.
-constexpr bool has_relative_kernels(int head_dim, int head_dim_v) {
-  return head_dim == head_dim_v && (head_dim == 64 || head_dim == 128);
-}
-
 // Whether there are `kTileSum` kernels.
 constexpr bool backward_sums_dbias(int head_dim, int head_dim_v, bool has_softcap) {
   return head_dim <= 128 && head_dim_v <= 128 && !has_softcap;

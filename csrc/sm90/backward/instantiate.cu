@@ -31,9 +31,9 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   }
-  if constexpr (has_relative_kernels(kD, kDv)) {
-    if (is_by_distance(bias)) {
-      return with_one_of<BackwardBias::kRelativeSum, BackwardBias::kRelative>(bias, [&](auto form) {
+  if constexpr (has_window_kernels(kD, kDv)) {
+    if (has_window(form_of(bias))) {
+      return with_window_bias(bias, [&](auto form) {
         return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
           constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
           using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, kMask, false>;

@@ -27,8 +27,8 @@ struct KeyConsumer {
   static constexpr int kScores = kBlockM / 2;  // of a thread
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
   static constexpr bool kHasBias = Traits::kBias != BackwardBias::kNone;
-  static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
-  static constexpr bool kSumsKeys = kHasKeyBias || Traits::kBias == BackwardBias::kRelativeSum;
+  static constexpr bool kHasKeyBias = is_per_key(form_of(Traits::kBias));
+  static constexpr bool kSumsKeys = kHasKeyBias || sums_flat_tiles(Traits::kBias);
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
 
@@ -342,7 +342,7 @@ struct KeyConsumer {
   }
 
   // Writes scores in 16 bits to a tile (queries, keys) of shared memory.
-  __device__ __forceinline__ void write_transposed(const Operand& x, const uint8_t* to) {
+  __device__ __forceinline__ void write_transposed(const Operand& x, uint8_t* to) {
     const uint32_t tile = shared_address(to) + matrices_offset();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) stmatrix_x4_trans(x[i], tile + i * 16 * kRowBytes);

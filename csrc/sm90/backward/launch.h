@@ -7,25 +7,11 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include "../bias_forms.h"
 #include "instances.h"
 #include "params.h"
 
 namespace flash_dmattn {
-
-enum class BackwardBias {
-  kNone,       // no bias, or one value per query, which changes lse only
-  kTile,       // one value per query and key, in the dtype of q, loaded by TMA; dbias is not stored
-  kTileStore,  // the same; dbias, one per query head, is stored as tiles in the dtype of q
-  kTileSum,    // the same; dbias is summed over the batch by the blocks of a cluster, and stored
-  kVector,     // one value per key, of any dtype and stride
-  kRelative,   // one value per distance of key and query, of any dtype and stride
-  // The same; ds of flat tiles is summed, for the gradients of the first and the last value.
-  kRelativeSum
-};
-
-constexpr bool is_by_distance(BackwardBias bias) {
-  return bias == BackwardBias::kRelative || bias == BackwardBias::kRelativeSum;
-}
 
 // The widest rows of out and dout that the kernel of the rows can read.
 constexpr int kMaxRowColumns = 256;

@@ -84,8 +84,8 @@ struct BackwardParams : AttentionSizes {
 
   DropoutParams dropout;
 
-  Distances distances;  // for a bias by distance
-  // For BackwardBias::kRelativeSum: the sums of ds over flat tiles, (B, Hq, blocks_k, kFlatSums). x is of the tiles before
+  Distances distances;  // as in ForwardParams
+  // If a window sums them: the sums of ds over flat tiles, (B, Hq, blocks_k, kFlatSums). x is of the tiles before
   // the values, y of the tiles behind them. Diagonals in this range have no flat tile.
   float2* flat_sums;
   int first_diagonal, last_diagonal;

@@ -3,24 +3,30 @@
 #pragma once
 
 #include "../../device/pipeline.h"
+#include "../bias_window.h"
 #include "named_barriers.h"
 #include "cluster.h"
 #include "tile_scheduler.h"
 
 namespace flash_dmattn {
 
+// Makes blocks take no work tile before number `next`. The counter begins behind the tiles that blocks begin with.
+__device__ __forceinline__ void skip_to(const BackwardParams& p, int next) {
+  atomicMax(p.tile_counter, next - static_cast<int>(gridDim.x));
+}
+
 // Makes all blocks go on with the next head, where a section is one head and key block `index` has no walk. In an order
 // of keys live keys come first, so no later key block has a walk either.
 __device__ __forceinline__ void leave_head(const BackwardParams& p, int index) {
   if (p.single_heads.width > 1 || p.tile_counter == nullptr) return;
-  const int rows = p.single_heads.rows, next_head = (index / rows + 1) * rows;
-  atomicMax(p.tile_counter, next_head - static_cast<int>(gridDim.x));
+  const int rows = p.single_heads.rows;
+  skip_to(p, (index / rows + 1) * rows);
 }
 
 // Makes blocks go on after the tiles of a group's other heads, where these follow tile `index`, the first head's.
 __device__ __forceinline__ void skip_others(const BackwardParams& p, int index, const Sections& of) {
   if (p.tile_counter == nullptr || of.width % p.heads_per_group != 0) return;
-  atomicMax(p.tile_counter, index + p.heads_per_group - static_cast<int>(gridDim.x));
+  skip_to(p, index + p.heads_per_group);
 }
 
 // Calls `handle` for each item of the block's work tiles, and for one more, which is not valid, as one thread.
@@ -220,10 +226,10 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
   }
 }
 
-// Supplies the values by distance of each query block, as one warp, in units of log2. They descend, because rows of scores
-// are keys.
+// Writes the window of each query block, as one warp.
 template <class Traits, class Storage>
-__device__ __forceinline__ void supply_distances(const BackwardParams& p, Storage& shared) {
+__device__ __forceinline__ void write_windows(const BackwardParams& p, Storage& shared) {
+  using Window = BiasWindow<Traits::kBlockN, Traits::kBlockM, true>;
   PipelineState<Traits::kBiasStages> pipe;
   PipelineState<kWorkStages> pipe_work;
   for (;;) {
@@ -233,12 +239,11 @@ __device__ __forceinline__ void supply_distances(const BackwardParams& p, Storag
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
       const int first_row = item.walk.at(step, needs_mask) * Traits::kBlockM;
-      const int last = p.distances.origin + (item.block_k + 1) * Traits::kBlockN - 1 - first_row;
+      // A copy, to be loaded before the item: see first_place.
+      const int first = Window::first_place(Distances(p.distances), first_row, item.block_k * Traits::kBlockN);
       barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
       float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
-      with_bias(p, item, [&](auto bias) {
-        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, bias);
-      });
+      with_bias(p, item, [&](auto bias) { Window::write(to, p.distances, first, Window::kValues, bias); });
       barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       pipe.advance();
     }

@@ -11,7 +11,6 @@ struct BackwardRoles : KernelRoles {
   using Traits = T;
   using Storage = S;
   static constexpr bool kSharesMemory = Traits::kSumsDbias;
-  static constexpr bool kIsRelative = is_by_distance(Traits::kBias);
 
   __device__ __forceinline__ static bool has_adding_warp(const BackwardParams& p) {
     return Traits::kTurnsDq || p.dq_semaphore != nullptr;
@@ -29,7 +28,7 @@ struct BackwardRoles : KernelRoles {
     init_barriers(shared.ds_full, kWarpgroup * Traits::kDsWriters);
     init_barriers(shared.ds_empty,
                   kConsumers + kWarp * ((Traits::kStoresDbias && !Traits::kReplacesBias) + blocks));
-    init_barriers(shared.bias_full, kIsRelative ? kWarp : 1);
+    init_barriers(shared.bias_full, Traits::kHasBiasWindow ? kWarp : 1);
     // If dbias overwrites the bias, the last reader of the stage is the warp that stores dbias.
     init_barriers(shared.bias_empty, Traits::kReplacesBias ? kWarp : kWarpgroup * Traits::kBiasReaders);
     if constexpr (Traits::kTurnsDq) {
@@ -37,7 +36,7 @@ struct BackwardRoles : KernelRoles {
       init_barriers(shared.dq_empty, kWarp);
     }
     init_barriers(shared.work_full, 1);
-    const int helpers = Traits::kHasBiasTiles + kIsRelative + Traits::kStoresDbias + has_adding_warp(p);
+    const int helpers = Traits::kHasBiasTiles + Traits::kHasBiasWindow + Traits::kStoresDbias + has_adding_warp(p);
     init_barriers(shared.work_empty, kConsumers + kWarp * (helpers + Traits::kSumsDbias) +
                                          kWarpgroup * Traits::kSumsDbias + kHasScheduler<Traits>);
     barrier_init(&shared.work_wanted, 1);
@@ -59,8 +58,8 @@ struct BackwardRoles : KernelRoles {
       if (threadIdx.x == 0) load_operands<Traits>(p, shared);
     } else if (Traits::kHasBiasTiles && warp == 1) {
       load_bias<Traits>(p, shared);
-    } else if (kIsRelative && warp == 1) {
-      if constexpr (kIsRelative) supply_distances<Traits>(p, shared);
+    } else if (Traits::kHasBiasWindow && warp == 1) {
+      if constexpr (Traits::kHasBiasWindow) write_windows<Traits>(p, shared);
     } else if (kHasScheduler<Traits> && warp == 2) {
       if (threadIdx.x % 32 == 0) schedule<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {

@@ -37,7 +37,8 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, i
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Decides whether a key block has a whole group. A warp compares its walk with the walks of 32 others of the mask.
+// Decides whether a key block has a whole group. A warp compares its walk with the walks of 32 others of the mask. All warps
+// of a block decide alike. With `is_first` the block writes has_long of the mask, too, from the same sums.
 __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
   const int lane = threadIdx.x % 32;
   const int32_t* const lists = list_of(p.lists, mask, p.tiles, 0, p.tiles_q);

@@ -7,6 +7,13 @@
 
 namespace flash_dmattn {
 
+// The columns of the product for a consumer's share of dq of a query block.
+constexpr int dq_columns(int head_dim, int block_m, bool turns_dq) {
+  if (turns_dq) return block_m;          // all queries; 64 columns of dq are the rows
+  if (block_m == 128) return head_dim;   // 64 of the queries
+  return head_dim > kAccumColumns ? kAccumColumns : head_dim / 2;  // all queries, and a panel or half of one
+}
+
 template <class T, int kHeadDim, int kHeadDimV, BackwardBias kBiasForm, MaskForm kMaskForm, bool kSoftcap,
           int kN = kTile, bool kOfSequences = false, bool kDropout = false,
           int kM = backward_block_m(kHeadDim, kHeadDimV, kN)>
@@ -16,8 +23,8 @@ struct BackwardTraits {
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
-  static constexpr bool kIsRelative = is_by_distance(kBias), kSumsFlat = kBias == BackwardBias::kRelativeSum;
-  static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kStoresDbias || kSumsDbias;
+  static constexpr bool kHasBiasTiles = has_tiles(form_of(kBias)), kHasBiasWindow = has_window(form_of(kBias));
+  static constexpr bool kSumsFlat = sums_flat_tiles(kBias);
   static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences, kHasDropout = kDropout;
   // With a softcap ds as dq needs it includes the slope of tanh, and dbias does not. So dbias overwrites the bias in
   // shared memory, in the tile that has just been read.
@@ -41,7 +48,7 @@ struct BackwardTraits {
   // One stage of bias is better at D64 without a softcap too: q and dout queue behind it in TMA. With two key tiles,
   // each has a stage.
   static constexpr int kDsStages = kHasSoftcap ? 3 : kStages * kKeyTiles;
-  static constexpr int kBiasStages = (kHasSoftcap || kD <= 64) && !kIsRelative ? kKeyTiles : kStages;
+  static constexpr int kBiasStages = (kHasSoftcap || kD <= 64) && !kHasBiasWindow ? kKeyTiles : kStages;
   // Blocks of a cluster exchange ds of a tile at a time, or at D64 the slice of each consumer as soon as it is written.
   // Two stages for that fit.
   static constexpr int kDsSlices = kSumsDbias && kBlockM == 128 ? kConsumers : 1, kExchangeStages = 2;
@@ -55,8 +62,9 @@ struct BackwardTraits {
   static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
   static constexpr int kDoutBytes = kBlockM * kPanelsV * kRowBytes;
   static constexpr int kScoreBytes = kBlockM * kTile * 2;
-  static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;  // as in ForwardTraits
-  static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : kIsRelative ? 2 * kSecondCopy * 4 : 16;
+  static constexpr int kBiasBytes = kHasBiasTiles    ? kScoreBytes
+                                    : kHasBiasWindow ? WindowLayout<kBlockN, kBlockM>::kBytes
+                                                     : 16;
   static constexpr int kExchangeBytes = kSumsDbias ? kScoreBytes / kDsSlices : 16;
   static constexpr int kKeySums = kBias == BackwardBias::kVector || kSumsFlat ? 128 * kConsumers : 1;
 
@@ -70,9 +78,7 @@ struct BackwardTraits {
   static constexpr int kRegisters =  // of all warpgroups
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
-  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them
-  // or, above D64, a panel; turned, 64 columns and all queries.
-  static constexpr int kDqColumns = kTurnsDq ? kBlockM : kBlockM == 64 && kD > 64 ? kAccumColumns : kD * kBlockM / 128;
+  static constexpr int kDqColumns = dq_columns(kD, kBlockM, kTurnsDq);
   // A consumer has half of a third panel of dq. dk and dv leave few registers then: p is held in 16 bits before dp is
   // started, dq waits for dk, and the next scores wait for most of dq.
   static constexpr bool kHasThirdPanel = kD > 2 * kPanelColumns, kHoldsProbs = kHasThirdPanel;
@@ -86,14 +92,15 @@ struct BackwardTraits {
                                     !kHasSoftcap && !kHasDropout && kBias == BackwardBias::kNone),
                 "where there are kernels of three panels");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
-  static_assert(!kIsRelative || (kSecondCopy % 32 == 16 && kKeyTiles == 1 && !kHasIntervals && !kHasSoftcap &&
-                                 !kHasSequences && !kHasDropout),
-                "where there are kernels with a bias by distance");
+  static_assert(!kHasBiasWindow || (kKeyTiles == 1 && !kHasSoftcap), "where there are kernels with a window");
+  static_assert(!kHasIntervals || takes_intervals(form_of(kBias)), "where there are kernels with intervals");
   static_assert(kKeyTiles == 1 || (!kSumsDbias && kBias != BackwardBias::kVector && !kHasMask && !kHasSoftcap),
                 "where there are kernels of two key tiles");
-  static_assert(!kHasSequences || (kKeyTiles == 1 && !kSumsDbias && !kHasMask && !kHasSoftcap),
+  static_assert(!kHasSequences || (kKeyTiles == 1 && !kSumsDbias && !kHasMask && !kHasSoftcap &&
+                                   takes_sequences(form_of(kBias))),
                 "where there are kernels of sequences");
-  static_assert(!kHasDropout || (kKeyTiles == 1 && !kSumsDbias && !kHasSequences && !kHasSoftcap),
+  static_assert(!kHasDropout || (kKeyTiles == 1 && !kSumsDbias && !kHasSequences && !kHasSoftcap &&
+                                 takes_dropout(form_of(kBias))),
                 "where there are kernels with dropout");
 };
 

@@ -6,7 +6,7 @@
 #include "../../device/fragments.h"
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
-#include "../operands.h"
+#include "../bias_window.h"
 #include "split_kv.h"
 #include "storage.h"
 
@@ -19,6 +19,7 @@ struct Consumer {
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockN = Traits::kBlockN;
   static constexpr int kScores = kBlockN / 2, kOut = kDv / 2;  // of a thread
   static constexpr int kWords = kBlockN / kWord;
+  using Window = BiasWindow<Traits::kBlockM, kBlockN>;
 
   const ForwardParams& p;
   ForwardStorage<Traits>& shared;
@@ -34,7 +35,7 @@ struct Consumer {
   static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;
 
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
-  // values by distance.
+  // values of a window.
   const uint32_t bias_offset;
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
@@ -118,7 +119,7 @@ struct Consumer {
   __device__ __forceinline__ void load_bias(BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
                                             const Walk<Traits>& walk) {
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
-    if constexpr (Traits::kBias == Bias::kTile) {
+    if constexpr (Traits::kHasBiasTiles) {
       const uint32_t first = shared_address(shared.bias[pipe.stage]) + bias_offset;
 #pragma unroll
       for (int c = 0; c < kBlockN / 16; ++c) {
@@ -136,7 +137,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void add_bias(float (&scores)[kScores], const BiasWords& bias) {
-    if constexpr (Traits::kBias == Bias::kTile) {
+    if constexpr (Traits::kHasBiasTiles) {
 #pragma unroll
       for (int i = 0; i < kBiasWords; ++i) {
         const float2 pair = unpack(bias[i], Element{});
@@ -151,40 +152,36 @@ struct Consumer {
     }
   }
 
-  // A score is unit * score + value with these, once `softmax` has added them. A tile of a bias by distance may have one
-  // value for all.
+  // A score is unit * score + value with these, once `softmax` has added them: a tile may be flat.
   struct Flat {
     float value = 0.0f, unit = 1.0f, inverse_unit = 1.0f;
   };
 
-  // Adds a bias by distance. If the tile has one value, returns it instead, for `softmax` to add. The thread's second
-  // row, 8 below its first, has the distances of 8 keys before.
-  __device__ __forceinline__ Flat add_distances(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
-                                                const Walk<Traits>& walk, const Work& work, int block) {
-    const Distances& of = p.distances;
-    const int first = first_place(of, work.first_row + Traits::kBlockM - 1, block * kBlockN);
+  // Adds the values of a window. If it is flat, returns its value instead, for `softmax` to add.
+  __device__ __forceinline__ Flat add_window(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
+                                             const Walk<Traits>& walk, const Work& work, int block) {
+    const int first = Window::first_place(p.distances, work.first_row, block * kBlockN);
     const uint32_t start = shared_address(shared.bias[pipe.stage]);
     Flat flat;
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
-    uint32_t pair[2];
-    if (is_flat(of, first, Traits::kDistances)) {
-      ld_shared_v2(pair[0], pair[1], start);
-      flat = {__uint_as_float(pair[0]), p.factor, p.inverse_factor};
+    const auto load = [](uint32_t from) {
+      uint32_t pair[2];
+      ld_shared_v2(pair[0], pair[1], from);
+      return make_float2(__uint_as_float(pair[0]), __uint_as_float(pair[1]));
+    };
+    if (Window::is_flat(p.distances, first)) {
+      flat = {load(start).x, p.factor, p.inverse_factor};
       if (!(p.factor > 0)) add_flat(scores, flat);  // else the greatest product has the greatest score
     } else {
+      const auto load_pair = [&](int c) { return load(start + bias_offset + c * 32); };
+      Window::for_each_pair(load_pair, [&](int c, const float2(&pairs)[2]) {
 #pragma unroll
-      for (int c = -1; c < kBlockN / 8; ++c) {
-        ld_shared_v2(pair[0], pair[1], start + bias_offset + (c + 1) * 32);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float value = __uint_as_float(pair[e]);
-          if (c >= 0) scores[4 * c + e] = fmaf(scores[4 * c + e], p.factor, value);
-          if (c + 1 < kBlockN / 8) {
-            float& score = scores[4 * (c + 1) + 2 + e];
-            score = fmaf(score, p.factor, value);
-          }
+        for (int r = 0; r < 2; ++r) {
+          float* const two = scores + 4 * c + 2 * r;
+          two[0] = fmaf(two[0], p.factor, pairs[r].x);
+          two[1] = fmaf(two[1], p.factor, pairs[r].y);
         }
-      }
+      });
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance(bias_stages(walk));
@@ -211,8 +208,8 @@ struct Consumer {
         for (int i = 0; i < kScores; ++i) scores[i] *= p.pre_scale;
       }
     }
-    if constexpr (Traits::kIsRelative) return add_distances(scores, pipe, walk, work, block);
-    if constexpr (Traits::kProducesBias && !Traits::kIsRelative) {
+    if constexpr (Traits::kHasBiasWindow) return add_window(scores, pipe, walk, work, block);
+    if constexpr (Traits::kProducesBias && !Traits::kHasBiasWindow) {
       if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, pipe, walk);
       add_bias(scores, bias);
     }
@@ -267,7 +264,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       bound[r] = threshold[r];
       shift[r] = row_max[r] * (p.scale * kLog2e);
-      if constexpr (Traits::kIsRelative) {
+      if constexpr (Traits::kHasBiasWindow) {
         bound[r] = (threshold[r] - flat.value) * flat.inverse_unit;
         shift[r] = fmaf(flat.value, -kLog2e, shift[r]);
       }
@@ -287,7 +284,7 @@ struct Consumer {
     }
     const bool needs_rescale = __any_sync(0xffffffffu, is_above);
     if (needs_rescale || (kComparesNegative && is_great)) {
-      if constexpr (Traits::kIsRelative) add_flat(scores, flat);
+      if constexpr (Traits::kHasBiasWindow) add_flat(scores, flat);
       if (needs_rescale) raise_maxima(scores, rescale);
 #pragma unroll
       for (int r = 0; r < 2; ++r) shift[r] = is_great ? 0.0f : row_max[r] * (p.scale * kLog2e);
@@ -296,7 +293,7 @@ struct Consumer {
         for (int i = 0; i < kScores; ++i) scores[i] -= row_max[i / 2 % 2];
       }
     }
-    const float scale = (Traits::kIsRelative ? flat.unit : p.scale) * kLog2e;
+    const float scale = (Traits::kHasBiasWindow ? flat.unit : p.scale) * kLog2e;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -shift[i / 2 % 2]));
 #pragma unroll
@@ -314,6 +311,7 @@ struct Consumer {
     constexpr float kSlack = 8.0f;
     // Above it a rounded shift is wrong by up to 2^-14: half of what fp16 rounds p by.
     constexpr float kGreatShift = 1024.0f;
+    constexpr float kAlwaysExceeded = NAN;
     const float scale = p.scale * kLog2e;
     bool is_negative = false, has_great = false;
 #pragma unroll
@@ -333,7 +331,7 @@ struct Consumer {
       has_great |= is_great_row;
       threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
       is_negative |= threshold[r] < 0.0f;
-      if (!kComparesNegative && is_great_row) threshold[r] = NAN;
+      if (!kComparesNegative && is_great_row) threshold[r] = kAlwaysExceeded;
     }
     has_negative = __any_sync(0xffffffffu, is_negative);
     is_great = __any_sync(0xffffffffu, has_great);
@@ -571,16 +569,15 @@ struct Consumer {
   }
 };
 
-// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes. For a bias by distance: the
-// distance of the thread's second row and first key.
+// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes. In a window: the first value
+// of the thread's second row.
 template <class Traits>
 __device__ __forceinline__ uint32_t make_bias_offset(int group) {
   const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
   uint32_t offset = row * kRowBytes + ((lane / 16 ^ row % 8) << 4);
-  if constexpr (Traits::kIsRelative) {
+  if constexpr (Traits::kHasBiasWindow) {
     const int second_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8;
-    const int first = Traits::kBlockM - 1 - second_row + 2 * (lane % 4);
-    offset = 4 * pair_of_distances(first, Traits::kSecondCopy);
+    offset = 4 * Consumer<Traits>::Window::pair_of(second_row, lane);
   }
   asm volatile("" : "+r"(offset));  // else ptxas computes it again in each step
   return offset;

@@ -28,7 +28,7 @@ struct ForwardRoles : KernelRoles {
     init_barriers(shared.k_empty, kConsumerWarps);
     init_barriers(shared.v_full, 1);
     init_barriers(shared.v_empty, kConsumerWarps);
-    init_barriers(shared.bias_full, Traits::kBias == Bias::kVector || Traits::kIsRelative ? kArrivalsOfWarp : 1);
+    init_barriers(shared.bias_full, Traits::kWarpWritesBias ? kArrivalsOfWarp : 1);
     init_barriers(shared.bias_empty, kConsumerWarps);
     init_barriers(shared.work_full, 1);
     init_barriers(shared.work_empty, kConsumerWarps + kProducerWarps + 1);

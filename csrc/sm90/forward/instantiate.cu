@@ -20,7 +20,7 @@ auto with_traits(const ForwardVariant& variant, F f) {
   const auto call = [&](auto bias_form, auto mask_form) {
     constexpr Bias kBias = decltype(bias_form)::value;
     constexpr MaskForm kMask = decltype(mask_form)::value;
-    if constexpr (has_dropout_kernels(kD, kDv) && kBias != Bias::kStrided && kBias != Bias::kRelative) {
+    if constexpr (has_dropout_kernels(kD, kDv) && takes_dropout(kBias)) {
       if (variant.has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
@@ -38,14 +38,7 @@ auto with_traits(const ForwardVariant& variant, F f) {
     return f(TraitsOf<kBias, kMask, 2>{});
   };
   return with_mask_form(variant.mask, [&](auto form) {
-    const auto with_bias = [&](auto bias) { return call(bias, form); };
-    if constexpr (decltype(form)::value == MaskForm::kIntervals) {
-      return with_one_of<Bias::kVector, Bias::kNone>(variant.bias, with_bias);
-    } else if constexpr (has_relative_kernels(kD, kDv)) {
-      return with_one_of<Bias::kTile, Bias::kStrided, Bias::kVector, Bias::kRelative, Bias::kNone>(variant.bias, with_bias);
-    } else {
-      return with_one_of<Bias::kTile, Bias::kStrided, Bias::kVector, Bias::kNone>(variant.bias, with_bias);
-    }
+    return with_bias_form<kD, kDv, decltype(form)::value>(variant.bias, [&](auto bias) { return call(bias, form); });
   });
 }
 

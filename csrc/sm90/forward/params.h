@@ -55,7 +55,7 @@ struct ForwardParams : AttentionSizes {
 
   DropoutParams dropout;
 
-  Distances distances;  // for Bias::kRelative
+  Distances distances;  // of a bias that is read as a window
 };
 
 }  // namespace flash_dmattn

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../operands.h"
+#include "../bias_window.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
   load_queries(*item);
   while (item->is_valid) {
     if (p.tile_counter != nullptr) barrier_arrive(&shared.work_wanted);
-    // Copies: a load is issued as soon as its stage is free.
+    // Copies of the item: a load is issued as soon as its stage is free. The item itself, in `stage`, is free when the last
+    // load has begun, and `item` then points to the next one.
     const auto work = item->work;
     const Walk<Traits> walk = item->walk;
     const int head_k = work.head / p.heads_per_group, steps = walk.steps;
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
     int block = 0;
     const auto load_step = [&](int step) {
       if constexpr (Traits::kHasPages) return;
-      const auto values_at = key_at(p, work, block * kBlockN);
+      const auto at_of_step_before = key_at(p, work, block * kBlockN);
       if (step < steps) {
         bool needs_mask;
         block = walk.at(step, needs_mask);
@@ -94,7 +95,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
       if (step > 0) {
         barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);
         tma_load_panels<Traits::kPanelsV, kBlockN>(shared.v[pipe_v.stage], &p.v, &shared.v_full[pipe_v.stage], 0,
-                                                   values_at, head_k);
+                                                   at_of_step_before, head_k);
         pipe_v.advance();
       }
     };
@@ -161,7 +162,7 @@ __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorag
   }
 }
 
-// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key or by distance as fp32.
+// Supplies the bias of each key block, as one warp: tiles by TMA, other operands as fp32.
 template <class Traits>
 __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
     for (int step = 0; step < walk.steps; ++step) {
       bool needs_mask;
       const int first_key = walk.at(step, needs_mask) * kBlockN;
-      if constexpr (Traits::kBias == Bias::kTile) {
+      if constexpr (Traits::kHasBiasTiles) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
           const auto at = score_at(p, work, work.first_row, p.bias_values.has_batch);
@@ -199,15 +200,13 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
             copy(std::false_type{});
           }
         }
-      } else if constexpr (Traits::kIsRelative) {
-        const Distances& of = p.distances;
-        const int first = first_place(of, work.first_row + Traits::kBlockM - 1, first_key);
-        const int count = is_flat(of, first, Traits::kDistances) ? 1 : Traits::kDistances;
+      } else if constexpr (Traits::kHasBiasWindow) {
+        using Window = BiasWindow<Traits::kBlockM, kBlockN>;
+        const int first = Window::first_place(p.distances, work.first_row, first_key);
+        const int count = Window::is_flat(p.distances, first) ? 1 : Window::kValues;
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
-        with_bias(p, work, [&](auto bias) {
-          write_distances<1>(to, Traits::kSecondCopy, of, first, count, bias);
-        });
+        with_bias(p, work, [&](auto bias) { Window::write(to, p.distances, first, count, bias); });
         barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       } else {
         float values[kPerLane];

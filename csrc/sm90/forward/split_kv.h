@@ -31,7 +31,7 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>;
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
-  const bool exists = row < p.seqlen_q;
+  const bool exists = row < p.seqlen_q;  // row + 8 may not: then what it leaves is not read as a result
 
   const int tile = split / p.num_splits;
   float* const results = p.split_results + static_cast<int64_t>(tile) * p.num_splits * kSplitFloats<Traits>;

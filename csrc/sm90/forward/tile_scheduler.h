@@ -86,7 +86,8 @@ struct Walk {
     const int all = steps / each, even = all / num_splits, more = all - even * num_splits;  // the first have one more
     const int count = even + (split < more), before = even * split + min(split, more);
     if constexpr (Traits::kHasMask) {
-      const int after = all - before - count;  // a list is walked from its end
+      // A list is walked from its end: if it has 8 entries, 3 splits have [5, 8), [2, 5) and [0, 2).
+      const int after = all - before - count;
       list += after;
       num_full -= after;
     } else {
@@ -116,7 +117,10 @@ struct Walk {
   __device__ __forceinline__ int at(int step, bool& needs_mask) const {
     if constexpr (Traits::kHasMask) {
       int all = steps;
-      if constexpr (kSkips) all += skipped, step += skipped;
+      if constexpr (kSkips) {
+        all += skipped;
+        step += skipped;
+      }
       const int position = all / kBlocksPerTile - 1 - step / kBlocksPerTile;
       needs_mask = position >= num_full;
       return __ldg(list + position) * kBlocksPerTile + (kBlocksPerTile - 1 - step % kBlocksPerTile);

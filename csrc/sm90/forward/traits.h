@@ -36,8 +36,8 @@ struct ForwardTraits {
   static constexpr bool kHoldsBias = kHeldBias;
   static constexpr int kStages = kIsNarrow && !kHoldsBias ? 3 : 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
-  static constexpr bool kIsRelative = kBias == Bias::kRelative;
-  static constexpr bool kProducesBias = kBias == Bias::kTile || kBias == Bias::kVector || kIsRelative;
+  static constexpr bool kProducesBias = is_staged(kBias), kWarpWritesBias = is_written_by_warp(kBias);
+  static constexpr bool kHasBiasTiles = has_tiles(kBias), kHasBiasWindow = has_window(kBias);
   static constexpr int kBiasStages = kHoldsBias             ? held_keys(kConsumers) / kBlockN
                                      : kBias != Bias::kTile ? 4
                                                             : (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2);
@@ -48,13 +48,10 @@ struct ForwardTraits {
   static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
   static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
   static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
-  // A bias by distance: the values of a tile's distances in fp32, twice (write_distances). The copies lie in different
-  // halves of the banks.
-  static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;
-  static constexpr int kBiasBytes = kBias == Bias::kTile     ? kBiasTileBytes
-                                    : kBias == Bias::kVector ? kBlockN * 4
-                                    : kIsRelative            ? 2 * kSecondCopy * 4
-                                                             : 16;
+  static constexpr int kBiasBytes = kHasBiasTiles       ? kBiasTileBytes
+                                    : is_per_key(kBias) ? kBlockN * 4
+                                    : kHasBiasWindow    ? WindowLayout<kBlockM, kBlockN>::kBytes
+                                                        : 16;
   // q of the next work tile is loaded while consumers are at this one, where there is room for it.
   static constexpr int kQueryStages = (kD <= 64 && kDv <= 64) || (kD <= 128 && kDv <= 128 && kConsumers == 2 &&
                                                                   kBias != Bias::kTile)
@@ -71,19 +68,18 @@ struct ForwardTraits {
   // keeps the exponentials of two consumers apart.
   static constexpr bool kPingPongAfterBias = kConsumers == 3 && kBias == Bias::kTile;
   // Whether enough registers are left to load the bias of a step while its scores are computed.
-  static constexpr bool kLoadsBiasEarly = kProducesBias && !kIsRelative && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
+  static constexpr bool kLoadsBiasEarly = kProducesBias && !kHasBiasWindow && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
 
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences && !kHoldsBias;
   // Whether rows may be heads of a group (ForwardParams::group_shift): in calls of few queries without more.
   static constexpr bool kHasGroups = !kHasMask && kBias == Bias::kNone && !kHasSequences && !kHasDropout;
-  static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
-  static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && kBias != Bias::kStrided),
+  static_assert(!kHasIntervals || takes_intervals(kBias), "where there are kernels with intervals");
+  static_assert(!kHasSequences || (!kHasMask && takes_sequences(kBias)), "where there are kernels of sequences");
+  static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && takes_dropout(kBias)),
                 "where there are kernels with dropout");
   static_assert(!kHoldsBias || (kBias == Bias::kTile && kIsNarrow && !kHasMask && !kHasDropout && !kHasSequences),
                 "where there are kernels that hold their bias");
-  static_assert(!kIsRelative || (kSecondCopy % 32 == 16 && !kHasIntervals && !kHasDropout && !kHasSequences),
-                "where there are kernels with a bias by distance");
   static_assert(!kHasPages || (kHasSequences && kBlockN == kTile), "boxes of pages make up a block of keys");
 };
 

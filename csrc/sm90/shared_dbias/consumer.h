@@ -6,6 +6,7 @@
 #include "../../device/fragments.h"
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
+#include "../bias_window.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -100,10 +101,10 @@ struct SharedDbiasConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + 2 * (lane % 4);
-        // Keys beyond the last are not stored, and so not masked. With sequences others have stored keys there, and by
-        // distance keys share a sum.
+        // Keys beyond the last are not stored, and so not masked. With sequences others have stored keys there, and
+        // along diagonals keys share a sum.
         int to = row + of.high - first;
-        if constexpr (Traits::kIsRelative) to = min(to, of.seqlen_k - 1 - first);
+        if constexpr (Traits::kSumsDiagonals) to = min(to, of.seqlen_k - 1 - first);
         if constexpr (Traits::kHasSequences) to = row < of.seqlen_q ? min(to, of.seqlen_k - 1 - first) : -1;
         keep_columns(scores, r, row + of.low - first, to);
       }
@@ -112,13 +113,8 @@ struct SharedDbiasConsumer {
 
   // lse of the thread's two rows in two parts (BackwardParams::split_lse).
   __device__ __forceinline__ void load_split_lse(float2 (&split)[2], const DbiasWorkTile& work, int position) const {
-    int64_t first;
-    if constexpr (Traits::kIsRelative) {
-      const TileOfDiagonal of = tile_of_diagonal(p, work, position);
-      first = (first_padded_tile_of(p, of.head) + of.work.block_q) * kTile;
-    } else {
-      first = (first_padded_tile_of(p, summed_head<Traits::kHasSequences>(p, work, position)) + work.block_q) * kTile;
-    }
+    const auto tile = summed_tile<Traits>(p, work, position);
+    const int64_t first = (first_padded_tile_of(p, tile.head) + tile.work.block_q) * kTile;
     split[0] = p.split_lse[first + row_of_tile()];
     split[1] = p.split_lse[first + row_of_tile() + 8];
   }
@@ -159,38 +155,36 @@ struct SharedDbiasConsumer {
     }
   }
 
-  // --- a bias by distance -----------------------------------------------------------------------------------------
+  // --- diagonals --------------------------------------------------------------------------------------------------
+
+  using Window = BiasWindow<16, kTile>;
 
   __device__ __forceinline__ float* window() const {
-    return reinterpret_cast<float*>(shared.bias[0]) + (group * 4 + warp) * Traits::kWindow;
+    return reinterpret_cast<float*>(shared.bias[0]) + (group * 4 + warp) * Window::kFloats;
   }
 
-  // Loads the values of the warp's distances. Every tile of the diagonal has the same.
-  __device__ __forceinline__ void load_values(const DbiasWorkTile& work) {
-    const int last_row = work.block_q * kTile + group * 64 + warp * 16 + 15;
-    const int first = first_place(p.distances, last_row, work.block_k * kTile);
-    with_bias(p, HeadAt{work.batch, work.first_head}, [&](auto bias) {
-      write_distances<1>(window(), Traits::kSecondCopy, p.distances, first, Traits::kDistances, bias);
-    });
+  // Loads the warp's window. Every tile of the diagonal has the same.
+  __device__ __forceinline__ void load_window(const DbiasWorkTile& work) {
+    const int first_row = work.block_q * kTile + group * 64 + warp * 16;
+    const int first = Window::first_place(p.distances, first_row, work.block_k * kTile);
+    with_bias(p, HeadAt{work.batch, work.first_head},
+              [&](auto bias) { Window::write(window(), p.distances, first, Window::kValues, bias); });
     __syncwarp();
   }
 
-  // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys
-  // before.
+  // finish_scores with a window.
   template <bool kGreat>
-  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
-    const float* values = window() + pair_of_distances(7 - lane / 4 + 2 * (lane % 4), Traits::kSecondCopy);
-    float2 before = *reinterpret_cast<const float2*>(values);
+  __device__ __forceinline__ void finish_with_window(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
+    const float* values = window() + Window::pair_of(lane / 4 + 8, lane);
+    const auto load = [&](int c) { return *reinterpret_cast<const float2*>(values + 8 * c); };
+    Window::for_each_pair(load, [&](int c, const float2(&pairs)[2]) {
 #pragma unroll
-    for (int c = 0; c < kTile / 8; ++c) {
-      const float2 pair = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
-      const float values_of_four[4] = {pair.x, pair.y, before.x, before.y};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[4 * c + i] = exponent<kGreat>(scores[4 * c + i], values_of_four[i], i / 2, lse, split);
+      for (int r = 0; r < 2; ++r) {
+        float* const two = scores + 4 * c + 2 * r;
+        two[0] = exponent<kGreat>(two[0], pairs[r].x, r, lse, split);
+        two[1] = exponent<kGreat>(two[1], pairs[r].y, r, lse, split);
       }
-      before = pair;
-    }
+    });
   }
 
   // Stores the sums along the diagonals of the block's sums: place y has key - query = y - 127. Each warp adds in the
@@ -198,11 +192,11 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void store_diagonals(const DbiasWorkTile& work) {
     float* const own = window();
     __syncwarp();
-    for (int i = lane; i < Traits::kDistances; i += 32) own[i] = 0.0f;
+    for (int i = lane; i < Window::kValues; i += 32) own[i] = 0.0f;
     __syncwarp();
     float* const to = own + 7 - lane / 4 + 2 * (lane % 4);
 #pragma unroll 1
-    for (int row = 0; row < 8; ++row) {  // two rows of one lane have no distance twice
+    for (int row = 0; row < 8; ++row) {  // two rows of one lane have no diagonal twice
       if (lane / 4 == row) {
 #pragma unroll
         for (int c = -1; c < kTile / 8; ++c) {
@@ -223,8 +217,8 @@ struct SharedDbiasConsumer {
 #pragma unroll
     for (int w = 0; w < 4 * Traits::kConsumers; ++w) {
       const int at = y - (kTile - 16) + 16 * w;
-      if (at >= 0 && at < Traits::kDistances) {
-        total += reinterpret_cast<const float*>(shared.bias[0])[w * Traits::kWindow + at];
+      if (at >= 0 && at < Window::kValues) {
+        total += reinterpret_cast<const float*>(shared.bias[0])[w * Window::kFloats + at];
       }
     }
     const int diagonal = work.block_k - work.block_q - p.first_diagonal;
@@ -240,13 +234,13 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
     AttentionHead head;
-    [[maybe_unused]] TileOfDiagonal of_diagonal;
-    if constexpr (Traits::kIsRelative) {
-      if (needs_mask) of_diagonal = tile_of_diagonal(p, work, position), head = of_diagonal.head;
+    [[maybe_unused]] SummedTile<Traits::kHasSequences> of_diagonal;
+    if constexpr (Traits::kSumsDiagonals) {
+      if (needs_mask) of_diagonal = summed_tile<Traits>(p, work, position), head = of_diagonal.head;
     } else {
       if (needs_mask || Traits::kHasDropout) head = summed_head<Traits::kHasSequences>(p, work, position);
     }
-    const DbiasWorkTile& tile = Traits::kIsRelative ? of_diagonal.work : work;  // a copy of `work` would be loaded early
+    const DbiasWorkTile& tile = Traits::kSumsDiagonals ? of_diagonal.work : work;  // a copy of `work` would be loaded early
     if (needs_mask) load_mask_words(words, tile, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
@@ -262,8 +256,8 @@ struct SharedDbiasConsumer {
     wgmma_fence_operand(scores);
     release(first);
     const auto finish = [&](auto is_great, const float2(&split)[2]) {
-      if constexpr (Traits::kIsRelative) {
-        finish_with_distances<decltype(is_great)::value>(scores, lse, split);
+      if constexpr (Traits::kSumsDiagonals) {
+        finish_with_window<decltype(is_great)::value>(scores, lse, split);
       } else {
         finish_scores<decltype(is_great)::value>(scores, lse, split);
       }
@@ -355,8 +349,8 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
     }
     if (item.takes_bias) barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
     SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage};
-    if constexpr (Traits::kIsRelative) {
-      if (item.is_first) consumer.load_values(item.work);
+    if constexpr (Traits::kSumsDiagonals) {
+      if (item.is_first) consumer.load_window(item.work);
     }
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
@@ -368,7 +362,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       pipe_bias.advance();
     }
     if (item.is_last) {
-      if constexpr (Traits::kIsRelative) {
+      if constexpr (Traits::kSumsDiagonals) {
         consumer.store_diagonals(item.work);
       } else if (p.slots != nullptr) {
         consumer.store_chunk(item.work);

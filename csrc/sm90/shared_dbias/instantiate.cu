@@ -19,7 +19,7 @@ cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLA
       });
     }
   }
-  if constexpr (has_relative_kernels(kD, kDv)) {
+  if constexpr (has_window_kernels(kD, kDv)) {
     if (params.distances.number > 0) {
       return with_bool(has_mask, [&](auto has_mask_) {
         using Traits =

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include "../bias_forms.h"
 #include "params.h"
 
 namespace flash_dmattn {

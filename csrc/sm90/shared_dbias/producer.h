@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
     prefetch_tensor_map(&p.k);
     prefetch_tensor_map(&p.v);
     prefetch_tensor_map(&p.dout);
-    if constexpr (!Traits::kIsRelative) prefetch_tensor_map(&p.bias);
+    if constexpr (!Traits::kSumsDiagonals) prefetch_tensor_map(&p.bias);
   }
   PipelineState<Traits::kSlots> pipe;
   PipelineState<Traits::kBiasStages> pipe_bias;
@@ -70,25 +70,18 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
     item.is_first = true;
 #pragma unroll 1
     // A chunk without a tile, of a short diagonal, has sums too.
-    for (; first < stop || (Traits::kIsRelative && item.is_first); first += kHeadsOfItem) {
+    for (; first < stop || (Traits::kSumsDiagonals && item.is_first); first += kHeadsOfItem) {
       const int position = min(first + lane, stop - 1);
-      DbiasWorkTile tile = item.work;
-      Head<Traits::kHasSequences> own;
-      if constexpr (Traits::kIsRelative) {
-        const TileOfDiagonal of = tile_of_diagonal(p, item.work, position);
-        tile = of.work, own = of.head;
-      } else {
-        own = summed_head<Traits::kHasSequences>(p, item.work, position);
-      }
+      const auto own = summed_tile<Traits>(p, item.work, position);
       TileClass tile_class = TileClass::kEmpty;
       if (item.is_valid && first + lane < stop) {
-        tile_class = class_of<Traits>(p, tile.block_q, tile.block_k, own);
+        tile_class = class_of<Traits>(p, own);
       }
       item.visited = __ballot_sync(kAll, tile_class != TileClass::kEmpty);
       item.partial = __ballot_sync(kAll, tile_class == TileClass::kPartial);
       item.first_index = first;
       item.is_last = first + kHeadsOfItem >= stop;
-      item.takes_bias = !Traits::kIsRelative && !has_bias && item.visited != 0;
+      item.takes_bias = !Traits::kSumsDiagonals && !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
       if (lane == 0) hand_out(shared, pipe_work, item);
@@ -106,11 +99,11 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
 #pragma unroll 1
       for (uint32_t left = item.visited; left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
-        const auto head = of_lane<Traits::kHasSequences>(own, from);
+        const auto head = of_lane<Traits::kHasSequences>(own.head, from);
         DbiasWorkTile of = item.work;
-        if constexpr (Traits::kIsRelative) {
-          of.block_q = __shfl_sync(kAll, tile.block_q, from);
-          of.block_k = __shfl_sync(kAll, tile.block_k, from);
+        if constexpr (Traits::kSumsDiagonals) {
+          of.block_q = __shfl_sync(kAll, own.work.block_q, from);
+          of.block_k = __shfl_sync(kAll, own.work.block_k, from);
         }
         fill_slots<Traits::kPanels, Traits>(p, shared, pipe, &p.q, &p.k, p.lse, of, head);
         fill_slots<Traits::kPanelsV, Traits>(p, shared, pipe, &p.dout, &p.v, p.delta, of, head);

@@ -18,7 +18,7 @@ struct DbiasWorkTile {
 
 template <class Traits>
 __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbiasParams& p, int index) {
-  const int tiles = Traits::kIsRelative ? p.diagonals : p.tiles_q * p.tiles_k;
+  const int tiles = Traits::kSumsDiagonals ? p.diagonals : p.tiles_q * p.tiles_k;
   DbiasWorkTile work;
   // Chunk by chunk, so that blocks at work at the same time read the same heads.
   work.chunk = index / p.dbias_tiles;
@@ -27,7 +27,7 @@ __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbia
   work.owner = owner;
   work.batch = owner / p.dbias_heads;
   work.first_head = (owner - work.batch * p.dbias_heads) * p.heads_per_dbias;
-  if constexpr (Traits::kIsRelative) {
+  if constexpr (Traits::kSumsDiagonals) {
     const int diagonal = p.first_diagonal + index - owner * tiles;
     work.block_q = max(-diagonal, 0);
     work.block_k = work.block_q + diagonal;
@@ -50,7 +50,7 @@ __device__ __forceinline__ int tiles_of_diagonal(const SharedDbiasParams& p, con
 // one.
 template <class Traits>
 __device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, const DbiasWorkTile& work, int chunk) {
-  const int all = Traits::kIsRelative ? p.heads_summed * tiles_of_diagonal(p, work) : p.heads_summed;
+  const int all = Traits::kSumsDiagonals ? p.heads_summed * tiles_of_diagonal(p, work) : p.heads_summed;
   const int heads = all / p.chunks;
   return chunk * heads + min(chunk, all - heads * p.chunks);
 }
@@ -72,19 +72,26 @@ __device__ __forceinline__ Head<kHasSequences> summed_head(const SharedDbiasPara
   return head;
 }
 
-// A tile of a diagonal, and the head that it is of: diagonals are summed head by head.
-struct TileOfDiagonal {
+// A tile of scores, and the head that it is of.
+template <bool kHasSequences>
+struct SummedTile {
   DbiasWorkTile work;
-  Head<false> head;
+  Head<kHasSequences> head;
 };
 
-__device__ __forceinline__ TileOfDiagonal tile_of_diagonal(const SharedDbiasParams& p, const DbiasWorkTile& work,
-                                                           int position) {
-  const int tiles = tiles_of_diagonal(p, work), head = position / tiles;
-  TileOfDiagonal tile{work, summed_head<false>(p, work, head)};
-  tile.work.block_q += position - head * tiles;
-  tile.work.block_k += position - head * tiles;
-  return tile;
+// Diagonals are summed head by head.
+template <class Traits>
+__device__ __forceinline__ SummedTile<Traits::kHasSequences> summed_tile(const SharedDbiasParams& p,
+                                                                         const DbiasWorkTile& work, int position) {
+  if constexpr (Traits::kSumsDiagonals) {
+    const int tiles = tiles_of_diagonal(p, work), head = position / tiles;
+    SummedTile<false> tile{work, summed_head<false>(p, work, head)};
+    tile.work.block_q += position - head * tiles;
+    tile.work.block_k += position - head * tiles;
+    return tile;
+  } else {
+    return {work, summed_head<Traits::kHasSequences>(p, work, position)};
+  }
 }
 
 enum class TileClass { kEmpty, kPartial, kFull };
@@ -105,8 +112,10 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
 
 // The class of a tile for one head, by the mask or the band.
 template <class Traits>
-__device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
-                                              const Head<Traits::kHasSequences>& head) {
+__device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p,
+                                              const SummedTile<Traits::kHasSequences>& tile) {
+  const int block_q = tile.work.block_q, block_k = tile.work.block_k;
+  const Head<Traits::kHasSequences>& head = tile.head;
   if constexpr (Traits::kHasMask) {
     const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
@@ -120,8 +129,8 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     const int most = min(first_key + kTile, of.seqlen_k) - 1 - first_query;
     if (most < of.low || least > of.high) return TileClass::kEmpty;
     bool is_full = least >= of.low && most <= of.high;
-    // By distance keys beyond the last would add to the sums of others. A mask has no full tile there.
-    if constexpr (Traits::kIsRelative) is_full = is_full && first_key + kTile <= of.seqlen_k;
+    // Along diagonals keys beyond the last would add to the sums of others. A mask has no full tile there.
+    if constexpr (Traits::kSumsDiagonals) is_full = is_full && first_key + kTile <= of.seqlen_k;
     if constexpr (Traits::kHasSequences) {
       if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
       // After the last query and the last key of a sequence dbias has values of other sequences.

@@ -13,7 +13,7 @@ struct WideBackwardTraits {
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
-  static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kBias == BackwardBias::kTileStore;
+  static constexpr bool kHasBiasTiles = has_tiles(form_of(kBias)), kHasBiasWindow = false;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = false;
   // With a softcap dbias differs from ds as dq needs it, and there is no room for both beside p, which overwrites the
   // bias: the shared_dbias kernel stores dbias.
