@@ -24,8 +24,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Refuse what is unknown here, where it is known which command was asked, and name what that takes."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            takes = [action.option_strings[-1] for action in self._actions if action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(rest)}; it takes {', '.join(takes)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}; {' '.join(self.format_usage().split())}")
         return parsed, rest
 
 

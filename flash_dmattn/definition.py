@@ -30,7 +30,7 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
     """Return a wrapper for functions that read the arguments of a schema by name, as attributes of one object."""
-    arguments = torch._C.parse_schema(f"flash_dmattn::operator{schema}").arguments
+    arguments = torch._C.parse_schema(f"operator{schema}").arguments
     read: Any = namedtuple("Arguments", [each.name for each in arguments])  # type: ignore[misc]
 
     def wrap(function: Callable[[Any], T]) -> Callable[..., T]:

@@ -541,7 +541,7 @@ def lost_nan(got: Results, case: Case, inputs: Inputs) -> dict[str, str]:
         may = may | is_bad(name, products[name]) if name in products else may
         may = may | at_infinite_keys[name] if name in at_infinite_keys else may
         if name == "dbias" and case.relative is not None:  # hidden pairs of such a row may have any distance
-            may = may | needed[name].any(-1, keepdim=True)
+            may = (may | needed[name]).any(-1, keepdim=True)
         lost, made = int((needed[name] & ~bad).sum()) if name in needed else 0, int((bad & ~may).sum())
         if lost or made:
             failures[f"NaN in {name}"] = f"{name}: NaN lost in {lost} places, made in {made}"

@@ -121,7 +121,7 @@ def test_flex_says_what_it_cannot_compile_without(monkeypatch: pytest.MonkeyPatc
         patch.setattr(torch.cuda, "is_available", lambda: True)
         assert flex._load().usable
 
-    def compile_refuses() -> None:
+    def compile_refuses(**_: object) -> None:
         raise RuntimeError("torch.compile is not supported on Python 3.14+")
 
     monkeypatch.setattr(torch, "compile", compile_refuses)

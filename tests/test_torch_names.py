@@ -68,6 +68,8 @@ NAMES = {
     "._device_types": "the devices that a group has a backend for",
     "._get_backend": "the backend of a device, for its timeout",
     "._timeout": "of that backend",
+    # Operators.
+    "torch._C.parse_schema": "the names of an operator's arguments, for functions that read them by name",
     # Kernels.
     "torch.ops.aten._softmax_backward_data.out": "the derivative of softmax in place; F.softmax has none of out=",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "a call of SDPA with lse",

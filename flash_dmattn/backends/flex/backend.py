@@ -169,7 +169,8 @@ def _load() -> Availability:
         reason = f"FlexAttention cannot be imported: {type(error).__name__}: {error}"
         return Availability(False, reason, "install torch >= 2.9 whole, with triton on a GPU machine", error)
     try:
-        torch.compile()  # without a function it does nothing but refuse a version of Python
+        # Without a function it does nothing but refuse a version of Python; a default backend would import Dynamo.
+        torch.compile(backend="eager")
     except RuntimeError as error:
         return Availability(False, str(error), "install a newer torch, or use another backend", error)
     capability = torch.backends.cpu.get_cpu_capability()
