@@ -36,7 +36,7 @@ BENCHES := bench-equivalence bench-performance bench-model
 help:
 	@echo "make demo    a minute: learned pair bias and top-k keys beside other attention, gradients, a picture;"
 	@echo "             DEMO_ARGS=--quick takes half a minute"
-	@echo "make test    25 minutes on two cores: ruff, mypy and the whole test suite, in $(WORKERS) workers"
+	@echo "make test    22 minutes on two cores: ruff, mypy and the whole test suite, in $(WORKERS) workers"
 	@echo "make quick   $(QUICK_TIME): ruff and a part of the suite"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   $(BENCH_TIME): what every system computes and how fast, few cases; on a CPU too"
@@ -66,7 +66,7 @@ quick: $(READY)
 # A worker that dies (a segmentation fault) loses the one case it was in: xdist reports it and starts another worker.
 # Not with --dist loadgroup or loadscope: there xdist 3.8.0 waits for ever or repeats the crash (its issues 1323, 1327).
 test: lint
-	@echo "==> 25 minutes on two cores; tests that need a GPU are skipped where there is none"
+	@echo "==> 22 minutes on two cores; tests that need a GPU are skipped where there is none"
 	@$(call have,pytest) || { echo "make test needs pytest, and $(RUN) does not have it: $(RUN) -m pip install pytest" >&2; exit 1; }
 	@if $(call have,xdist); then \
 		echo "==> pytest, $(WORKERS) workers"; \

@@ -76,7 +76,8 @@ def compare(project: str, checkout: Path, arguments: list[str]) -> dict[str, dic
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "result.json"
-            command = (sys.executable, "-m", __spec__.name, project, "--way", way, "--target", str(target))
+            # The file, not the module: a checkout may have a folder `benchmarks` of its own.
+            command = (sys.executable, str(Path(__file__).resolve()), project, "--way", way, "--target", str(target))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             subprocess.run([*command, "--", *files, *arguments], cwd=checkout, env=environment, check=False)
             if not target.exists():
@@ -95,6 +96,7 @@ def main() -> int:
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if options.way is not None:
+        sys.path[0] = str(Path.cwd())  # the checkout, in the place of this folder
         run_tests(options.project, options.way, arguments, options.target)
         return 0
     if options.checkout is None:
