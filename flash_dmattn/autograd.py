@@ -247,7 +247,7 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 class TransformedAttention(torch.autograd.Function):
     """Compute (out, lse) under transforms of `torch.func` and compilers, which need every tensor as an input.
 
-    Its arguments after the plan are those of `SavedLayout.inputs`.
+    After the plan it takes the arguments of `SavedLayout.inputs`.
     """
 
     @staticmethod

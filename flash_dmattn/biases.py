@@ -28,7 +28,11 @@ __all__ = ["Band", "ListBias", "Relative", "alibi", "from_function", "t5", "t5_b
 
 _OUTSIDE = ("error", "clamp", "zero")
 _FLOAT = "a floating-point torch.Tensor"  # for messages
-_NO_SUM = "a bias by distance is no tensor; to add to it, make one: bias.dense(seqlen_q, seqlen_k)"
+
+
+def _refuse_sum() -> NoReturn:
+    """Refuse the sum of a bias by distance and a tensor; Python's own error does not tell what to do."""
+    raise TypeError("a bias by distance is no tensor; to add to it, make one: bias.dense(seqlen_q, seqlen_k)")
 
 
 class Relative(NamedTuple):
@@ -73,8 +77,10 @@ class Relative(NamedTuple):
         return _dense(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
-        """Refuse the sum, which a tuple would refuse without a word of what to do."""
-        raise TypeError(_NO_SUM)
+        _refuse_sum()
+
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum()
 
 
 class Band(NamedTuple):
@@ -106,8 +112,10 @@ class Band(NamedTuple):
         return _dense(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
-        """Refuse the sum, which a tuple would refuse without a word of what to do."""
-        raise TypeError(_NO_SUM)
+        _refuse_sum()
+
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum()
 
 
 class ListBias(NamedTuple):

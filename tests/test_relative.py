@@ -66,8 +66,11 @@ def test_dense_is_the_matrix_of_the_values(seqlen_q: int, seqlen_k: int, has_row
 
 @pytest.mark.parametrize("bias", [Relative(torch.zeros(2, 3), 1), Band(torch.zeros(2, 4, 3), 1)])
 def test_a_sum_with_a_mask_of_floats_is_told_what_to_make(bias: Relative | Band) -> None:
-    with pytest.raises(TypeError, match=r"no tensor; to add to it, make one: bias\.dense\(seqlen_q, seqlen_k\)"):
+    told = r"no tensor; to add to it, make one: bias\.dense\(seqlen_q, seqlen_k\)"
+    with pytest.raises(TypeError, match=told):
         bias + torch.zeros(4, 4)
+    with pytest.raises(TypeError, match=told):
+        torch.zeros(4, 4) + bias
 
 
 @pytest.mark.parametrize("lengths", ((0, 4), (4, 0), (0, 0)))

@@ -372,9 +372,9 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     reasons = reasons_against(backend, problem, passes)
     accepted_by = _backends_accepting(problem)
     out_of_service = [reason for reason in reasons if reason.code in ("disabled", "unavailable")]
-    is_missing = any(reason.code == "unavailable" for reason in out_of_service)
-    probed = backend.probe()
-    cause, details = (probed.exception, probed.details) if is_missing else (None, "")
+    # A call that is described for another machine must not probe this one, which imports libraries.
+    probed = backend.probe() if any(reason.code == "unavailable" for reason in out_of_service) else None
+    cause, details = (None, "") if probed is None else (probed.exception, probed.details)
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {backend.name!r} {verdict}: {problem}"]
     instead = "no other accepts it"
