@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, run, yardstick
+from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, rows_apart, run, yardstick
 from cases import Case, Inputs
 
 import flash_dmattn
@@ -66,6 +66,29 @@ def test_dbias_passes_beside_a_lucky_yardstick() -> None:
             assert "dbias: error" in str(error_of_far)
             refused += 1
     assert unlucky > 0 and refused > 20
+
+
+@pytest.mark.parametrize("data", ("centred", "steps 30"))
+def test_dk_of_rows_that_are_alike_may_be_unlucky_and_not_wrong(data: str) -> None:
+    """Equal rows of q move dk along one direction, so that all of its error is one sum; other rows move it apart."""
+    case = FEW.with_(bias=None, data=data, seqlen_q=60, softcap=5.0)
+    inputs = case.build("cpu")
+    exact, in_dtype = oracle(case, inputs), yardstick(case, inputs)
+    assert exact["out"] is not None and in_dtype["out"] is not None
+    x, (weights, slope) = inputs.to(torch.float64), probabilities(inputs.to(torch.float64), case.flags())
+    assert slope is not None
+    p = weights * slope * case.head_dim**-0.5
+    deltas = (x.dout * (in_dtype["out"].double() - exact["out"])).square().sum(-1)
+    number = rows_apart(p, x.q, deltas)
+    assert number > 30 if data == "centred" else number < 1.5 * case.num_heads
+    allowed = chance_by_delta("dk", inputs, case.flags(), exact["out"], in_dtype["out"])
+    random = torch.Generator().manual_seed(1)
+    passed = {1: 0, 20: 0}
+    for times in (1, 20) * 40:
+        off = torch.randn(deltas.shape, generator=random, dtype=torch.float64) * times * deltas.sqrt()
+        moved = x.q.mul(off.unsqueeze(-1)).unflatten(2, (p.shape[1], -1))
+        passed[times] += torch.einsum("bhgij,bihgd->bjhd", p, moved).norm().item() <= allowed
+    assert passed[1] == 40 and passed[20] < 10
 
 
 def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
@@ -172,6 +195,22 @@ def test_rows_of_great_scores_have_a_probability(data: str) -> None:
                 assert_accurate({**results, name: results[name] * by}, case, inputs)
     with pytest.raises(AssertionError, match="dv: error"):
         assert_accurate({**results, "dv": results["dv"] * 3}, case, inputs)
+
+
+def test_a_constant_of_each_row_may_leave_its_scores() -> None:
+    """Beside 1e30 all scores of a row are equal in fp32 and fp64; a backend that adds it to lse alone is as right."""
+    case = Case(dtype=torch.bfloat16, bias=("B", "1", "Lq", "1"), bias_dtype=torch.float32, data="key 1e30")
+    case = case.with_(seqlen_k=176, head_dim=96, window_size=(-1, 2), needs_grad=("q",), seed=198)
+    inputs = case.build("cpu")
+    without = case.with_(bias=None, data="centred")
+    results = run(
+        partial(flash_dmattn.attention, return_lse=True, backend="eager"), without, replace(inputs, bias=None)
+    )
+    results["lse"] = results["lse"] + inputs.bias.view(case.batch, 1, case.seqlen_q)
+    assert_accurate(results, case, inputs)
+    for name in ("out", "dq"):
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            assert_accurate({**results, name: results[name] * 1.02}, case, inputs)
 
 
 def test_great_means_allow_no_wrong_softmax() -> None:
