@@ -234,7 +234,10 @@ def chance(
     """The size of what rounding leaves in a result at bad luck; `outs` are out in fp64 and in the dtype."""
     if name == "out":
         return unlucky_out(x, flags, dropout, dtype)
-    return chance_by_weights(x, flags, dropout, dtype) if name == "dv" else chance_by_delta(name, x, flags, *outs)
+    if name == "dv":
+        return chance_by_weights(x, flags, dropout, dtype)
+    by_ds = 0.0 if name == "dbias" else chance_by_ds(name, x, flags, dropout, dtype)
+    return math.hypot(by_ds, chance_by_delta(name, x, flags, *outs))
 
 
 def probabilities(x: Inputs, flags: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -320,6 +323,31 @@ def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: tor
     number = independent(variances)
     worst = torch.minimum((3 * number).sqrt(), 1 + DEVIATIONS / (2 * number).sqrt())
     allowed = (variances.sum().sqrt() * worst).item()
+    assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
+    return allowed
+
+
+def chance_by_ds(name: str, x: Inputs, flags: dict[str, Any], dropout: Any, dtype: torch.dtype) -> float:
+    """The size of what rounding of ds and of the result leaves in dq or dk, at bad luck.
+
+    A row of dq sums k by ds, and a row of dk sums q by it. Where all of these vectors are alike, as uncentred ones are,
+    the errors of a row are one sum, so that only rows may be lucky or not.
+    """
+    x = x.to(torch.float64)
+    bias = dense(x.bias, x.q.shape[1], x.k.shape[1]) if isinstance(x.bias, Distances) else x.bias
+    whole = x.q.new_zeros(x.q.shape[0], x.k.shape[2], x.q.shape[2] // x.k.shape[2], x.q.shape[1], x.k.shape[1])
+    whole = whole if bias is None else whole + formula.grouped(bias, x.k.shape[2], x.q.shape[2])
+    inputs = x.dout, x.dlse, x.q, x.k, x.v, x.mask, whole.flatten(1, 2)
+    dq, dk, _, ds = formula.gradients(*inputs, sink=x.sink, dropout=dropout, **flags)[:4]
+    _, slope = probabilities(x, flags)
+    ds = formula.default_scale(x.q, flags.get("softmax_scale")) * ds.view_as(whole) * (1.0 if slope is None else slope)
+    if name == "dq":
+        sums = torch.einsum("bhgij,bjh->bihg", ds.square(), x.k.square().sum(-1)).flatten(2)
+    else:
+        sums = torch.einsum("bhgij,bihg->bjh", ds.square(), x.q.square().sum(-1).unflatten(2, whole.shape[1:3]))
+    result = dq if name == "dq" else dk
+    variances = torch.finfo(dtype).eps ** 2 / 12 * (sums + result.square().sum(-1))
+    allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
     assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
     return allowed
 
