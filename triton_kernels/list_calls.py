@@ -29,8 +29,8 @@ from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
 from .plan import MOST_FEW_KEYS
-from .precision import whole_precision
 from .plan_forward import empty_parts, num_key_shares, plan_combine
+from .precision import whole_precision
 from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile

@@ -98,9 +98,7 @@ def product_of_rows(x, y, PRECISION: tl.constexpr):
         s = _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), False)
         return s * (x[3][:, None] * (y[3] * _UNDO)[None, :])
     elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
-        return _chain(
-            x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6"
-        )
+        return _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6")
     else:
         return tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
 

@@ -48,9 +48,7 @@ def whole_precision(dtype: torch.dtype, arch: str, tf32: bool | None = None) -> 
     return "tf32" if allowed and arch != "gfx950" else "ieee"
 
 
-def precision_of(
-    dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool = False, tf32: bool | None = None
-) -> str:
+def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool = False, tf32: bool | None = None) -> str:
     """Return the word of the dense kernels of a call.
 
     Args:
