@@ -171,8 +171,8 @@ _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
 # fp32 as pieces of 16 bits on tensor cores.
 _PIECES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
-    "keys": {64: Tile(32, 64, 4, 1), 128: Tile(32, 64, 8, 1)},
-    "queries": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1)},
+    "keys": {64: Tile(32, 64, 4, 1), 128: Tile(32, 32, 4, 1)},
+    "queries": {64: Tile(64, 32, 4, 2), 128: Tile(128, 32, 8, 1)},
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 32, 4, 1), 128: Tile(64, 32, 8, 1)},
 }
