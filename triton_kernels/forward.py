@@ -271,8 +271,8 @@ def forward_kernel(
                     bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
                 )
             k_pieces = load_key_pieces(
-                k, table, layout, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION, 0,
+                k, table, layout, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                dims, shape.head_dim, SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION, 0,
             )  # fmt: skip
             s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
@@ -306,8 +306,8 @@ def forward_kernel(
                 p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
             v_pieces = load_key_pieces(
-                v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION, column,
+                v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION, column,
             )  # fmt: skip
             acc_o = add_product(acc_o, p, v_pieces, PRECISION)
             row_max = new_max
