@@ -307,7 +307,8 @@ def forward_kernel(
             acc_o = acc_o * rescale[:, None]
             v_pieces = load_key_pieces(
                 v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
-                dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION, column,
+                dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV,
+                PRECISION, column,
             )  # fmt: skip
             acc_o = add_product(acc_o, p, v_pieces, PRECISION)
             row_max = new_max
