@@ -74,6 +74,9 @@ def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
     torch.use_deterministic_algorithms(True)
     yield key()
     torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("high")
+    yield key()
+    torch.set_float32_matmul_precision("highest")
     with flash_dmattn.config(backend="reference"):
         yield key()
     flash_dmattn.config.set(backend="reference")
