@@ -59,7 +59,7 @@ def leads_in_fp32(p: AttentionProblem) -> bool:
     calls are as fast in triton on Hopper: docs/notes/triton.md has the times. A bias that heads or entries share has a
     gradient for every score first, whose memory has a limit.
     """
-    if p.device != "cuda" or p.dtype != torch.float32 or p.flags.allows_tf32:
+    if _is_rocm(p) or p.device != "cuda" or p.dtype != torch.float32 or p.flags.allows_tf32:
         return False
     scores = p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
     if p.dbias_class is not None and p.bias is not None and 4 * scores > max(_DBIAS_BYTES, 4 * math.prod(p.bias.shape)):
