@@ -16,16 +16,13 @@ from flash_dmattn.biases import split
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.distances import Distances, dense, distance_sums, values_of
-from flash_dmattn.reference.yardstick import FLOOR, RATIO, limits_of
+from flash_dmattn.reference.yardstick import FLOOR, LSE_ROUNDING, RATIO, limits_of
 
 Results = dict[str, Tensor | None]
 
 GRADIENTS = ("dq", "dk", "dv", "dbias")
 # fp64 backends have no lower-precision yardstick: they differ from the oracle by the order of their sums.
 FLOOR_FP64 = 1e-11
-# A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
-# From |lse| = 84 on that is more than the floor; at the logits of 1e4 that the suite reaches it is 1e-3.
-LSE_ROUNDING = 2.0**-23
 # One sum over many rows has an error that is one sum of as many roundings, of either sign. The yardstick has such a sum
 # of its own, which may be small by luck, so this many standard deviations are allowed beside it.
 DEVIATIONS = 5.0
@@ -390,6 +387,7 @@ def failures_of(
     lse = exact["lse"].abs()
     largest = lse[lse < GREAT_ROW].max().item() if (lse < GREAT_ROW).any() else 0.0  # p of great rows is normalised
     ratio, least = limits_of(like["out"].dtype)
+    # In 16 bits the rounding of lse is more than the floor from |lse| = 84 on, and 1e-3 at logits of 1e4.
     gradient_floor = min(max(least, LSE_ROUNDING * largest), 1e-2)
     failures = {}
     for name, x in got.items():
