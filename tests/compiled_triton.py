@@ -37,7 +37,7 @@ from flash_dmattn.triton_kernels.list_calls import (
     plan_list_backward,
     plan_list_forward,
 )
-from flash_dmattn.triton_kernels.plan import Call, precision_of_products, read_of
+from flash_dmattn.triton_kernels.plan import Call, read_of
 from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 from flash_dmattn.triton_kernels.plan_tangents import plan_tangents
 
@@ -137,10 +137,7 @@ class Variant:
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
-        call.arch, call.num_sms, call.heads_first = arch, 132, self.heads_first
-        if self.tf32:
-            with mock.patch("flash_dmattn.triton_kernels.plan.takes_tf32", return_value=True):
-                call.precision = precision_of_products(self.dtype, arch)
+        call.arch, call.num_sms, call.heads_first, call.allows_tf32 = arch, 132, self.heads_first, self.tf32
         return call
 
 

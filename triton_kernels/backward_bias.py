@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .bias_forms import ROW_BIAS, load_bias
 from .dropout import is_kept
+from .pieces import product_of_rows, split
 from .scores import probabilities, scaled, score_gradients, sink_logits
 from .sequences import (
     NO_SEQUENCES,
@@ -192,7 +193,7 @@ def backward_bias_kernel(
                 k_at, k_strides, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(split(q_tile, PRECISION), split(k_tile, PRECISION), PRECISION)
             s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             s = tl.fma(s, factor, bias_tile.to(tl.float32)) if BIASED else s * factor
             allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
@@ -216,7 +217,7 @@ def backward_bias_kernel(
                 dout_at, dout_strides, at.b_q, h, first, rows, entry_shape.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(split(g_tile, PRECISION), split(v_tile, PRECISION), PRECISION)
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)

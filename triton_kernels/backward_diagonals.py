@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .bias_forms import spread, values_of_tile
 from .dropout import is_kept
+from .pieces import product_of_rows, split
 from .scores import probabilities, scaled, score_gradients, sink_logits
 from .tile_ops import (
     DENSE,
@@ -139,7 +140,7 @@ def backward_diagonals_kernel(
                 k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(split(q_tile, PRECISION), split(k_tile, PRECISION), PRECISION)
             s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, True)
             s = tl.fma(s, factor, values)
             if EDGES:
@@ -163,7 +164,7 @@ def backward_diagonals_kernel(
                 dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
                 BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(split(g_tile, PRECISION), split(v_tile, PRECISION), PRECISION)
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pieces import add_product, split
 from .tile_ops import EDGE, INSIDE, block_at, keys_of_queries, load_tile, mask_head
 
 
@@ -71,7 +72,7 @@ def backward_product_kernel(
             else:
                 stored = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
                 ds = tl.load(dbias + lines + keys[None, :], mask=stored, other=0.0)
-            acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
+            acc_dq = add_product(acc_dq, ds, split(k_tile, PRECISION), PRECISION)
     place = ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
     stored = row_ok[:, None] & (dims < shape.head_dim)[None, :]
     tl.store(dq + place, (acc_dq * scale).to(dq.dtype.element_ty), mask=stored)

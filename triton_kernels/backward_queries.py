@@ -19,6 +19,7 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
+from .pieces import add_product, product_of_rows, split
 from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, entry_of_tile, mask_from, place_of, rows_from, tiles_of_queries
 from .tile_ops import EDGE, INSIDE, KEYS, LOG2E, NEAR, block_at, keys_of_queries, load_low_delta, load_tile, mask_head
@@ -114,6 +115,8 @@ def backward_queries_kernel(
         dout, dout_strides, at.b_q, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
         BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
+    q_pieces = split(q_tile, PRECISION)
+    g_pieces = split(g_tile, PRECISION)
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     # The part of lse below the steps of fp32 is a factor of whole rows of dq. In the loop it would take the registers
@@ -150,7 +153,8 @@ def backward_queries_kernel(
                 k, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            k_pieces = split(k_tile, PRECISION)
+            s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             if not IS_FLAT:
                 s = add_bias(
@@ -174,14 +178,14 @@ def backward_queries_kernel(
                 v, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(g_pieces, split(v_tile, PRECISION), PRECISION)
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
             ds, d = score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)
             if SOFTCAP:
                 ds = ds * slope
-            acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
+            acc_dq = add_product(acc_dq, ds, k_pieces, PRECISION)
     if LOW_LAST and not FEW_KEYS:
         low_rows, _ = load_low_delta(low_delta, delta, statistics + rows, row_ok)
         acc_dq = acc_dq * tl.math.exp2(low_rows)[:, None]

@@ -30,6 +30,7 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
+from .pieces import add_product, product_of_rows, split
 from .scores import exp_of, log_sums, masked_scores, scaled
 from .sequences import (
     NO_SEQUENCES,
@@ -203,6 +204,7 @@ def forward_kernel(
     if NEGATIVE:
         # Exact. The scale is then >= 0, so that the largest product of a row is also its largest score.
         q_tile = -q_tile
+    q_pieces = split(q_tile, PRECISION)
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
@@ -252,7 +254,7 @@ def forward_kernel(
                 k, table, layout, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
                 SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(q_pieces, split(k_tile, PRECISION), PRECISION)
             s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
             MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == EDGE
             if MAKES_SCORES and not IS_FLAT:
@@ -287,7 +289,7 @@ def forward_kernel(
                 v, table, layout, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, column,
             )  # fmt: skip
-            acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
+            acc_o = add_product(acc_o, p, split(v_tile, PRECISION), PRECISION)
             row_max = new_max
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)

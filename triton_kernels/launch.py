@@ -16,11 +16,12 @@ from flash_dmattn.remembered import Remembered
 from . import plan_sequences
 from .kernel_launch import on_device
 from .kernel_launch import run_on as run_on
-from .plan import MOST_FEW_KEYS, Call, takes_tf32
+from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 from .plan_sequences import SequenceCall
 from .plan_short import plan_short_backward, plan_short_forward
+from .precision import takes_tf32 as takes_tf32
 from .preferred_tiles import on_change
 from .short_calls import ShortCall
 

@@ -16,6 +16,7 @@ from .bias_forms import ROW_BIAS, TILE_BIAS, form_of, has_flat_blocks
 from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
+from .precision import precision_of, takes_tf32
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
 from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
@@ -25,20 +26,6 @@ from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
-
-
-def takes_tf32(dtype: torch.dtype) -> bool:
-    """Return whether products of this dtype use TF32: only for fp32, where torch allows it.
-
-    It reads `fp32_precision`, because the older `allow_tf32` raises once the newer setting was used. Other dtypes skip
-    the question, which would be the most expensive part of a launch's key.
-    """
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def precision_of_products(dtype: torch.dtype, arch: str) -> str:
-    """Return "tf32" or "ieee", as kernels get it. Triton has no TF32 for gfx950, whose hardware lacks it."""
-    return "tf32" if takes_tf32(dtype) and arch != "gfx950" else "ieee"
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -114,13 +101,19 @@ class Call:
         self.score_scale = scale / softcap if softcap > 0 else scale if self.is_biased else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.precision = precision_of_products(q.dtype, self.arch)
+        self.allows_tf32 = takes_tf32(q.dtype)
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
     def is_biased(self) -> bool:
         """Return whether a bias adds to scores; one of one value per query moves lse alone."""
         return self.bias_kind > ROW_BIAS.value
+
+    @property
+    def precision(self) -> str:
+        """Return the word of the products of all kernels: see `precision.py`."""
+        head_dim = max(self.shape.head_dim, self.shape.head_dim_v)
+        return precision_of(self.q.dtype, self.arch, head_dim, self.has_few_rows, self.allows_tf32)
 
     @property
     def has_wide_heads(self) -> bool:
@@ -202,6 +195,7 @@ class Call:
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
+        kinds["precision"] = self.precision_of(kernel)
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
         tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
@@ -212,12 +206,13 @@ class Call:
         return tile
 
     def _takes_tensor_cores(self, kernel: str) -> bool:
-        return self.q.dtype != torch.float32 or self.precision_of(kernel) == "tf32"
+        return self.q.dtype != torch.float32 or self.precision_of(kernel) != "ieee"
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
-        fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        return self.precision if fits else "ieee"
+        """Return the word of the products of a kernel: TF32 only if its tiles fit in memory."""
+        word = self.precision
+        fits = word != "tf32" or tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
+        return word if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any

@@ -8,6 +8,7 @@ import torch
 
 from .bias_forms import BANDED, CLAMPED, DISTANCES, NO_BIAS, TILE_BIAS
 from .gpus import KIB, shared_bytes
+from .precision import runs_on_pieces
 from .preferred_tiles import preferred
 from .tile_ops import BAND, KEYS, TILES
 
@@ -167,6 +168,14 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
+# fp32 as pieces of 16 bits on tensor cores.
+_PIECES = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
+    "keys": {64: Tile(32, 64, 4, 1), 128: Tile(32, 32, 4, 1)},
+    "queries": {64: Tile(64, 32, 4, 2), 128: Tile(128, 32, 8, 1)},
+    "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
+    "bias": {64: Tile(64, 32, 4, 1), 128: Tile(64, 32, 8, 1)},
+}
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
 # but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
 # need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
@@ -366,6 +375,7 @@ def tile_of(
     bias: int,
     bias_tma: bool,
     few_rows: Literal["narrow", "wide"] | None = None,
+    precision: str = "ieee",
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
@@ -376,7 +386,10 @@ def tile_of(
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
         few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
+        precision: the word of the products.
     """
+    if runs_on_pieces(precision):
+        return _row(_PIECES[kernel], block_d)
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
         return own

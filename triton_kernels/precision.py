@@ -1,0 +1,69 @@
+"""The word of a call, which says how its kernels multiply: `PRECISION` of a kernel. This does not import Triton.
+
+| word | what a kernel multiplies | error |
+| --- | --- | --- |
+| "ieee" | numbers of fp32, outside the tensor cores; or numbers of 16 bits | that of the dtype |
+| "tf32" | numbers of fp32, rounded to TF32 | 1e-3 |
+| "bf16x3" | two pieces of each number, in bfloat16, by three products | 1e-5 |
+| "bf16x6" | three pieces in bfloat16, by six products | that of fp32 |
+| "fp16x3" | two pieces in float16, by three products, with a power of two for each row | that of fp32 |
+
+`pieces.py` makes the pieces and the products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PIECES = ("bf16x3", "bf16x6", "fp16x3")
+# The largest head dim whose tiles of pieces fit in registers.
+MOST_HEAD_DIM = 128
+# GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32. On
+# others (2 to 4 times) six products gain nothing, and three little.
+_HIGHEST = ("sm_80", "sm_90", "sm_100")
+# Where three products of bfloat16 take no longer than one of TF32, which is 100 times less accurate.
+_HIGH = ("sm_90",)
+
+
+def takes_tf32(dtype: torch.dtype) -> bool:
+    """Return whether torch allows TF32 for products of this dtype: only for fp32.
+
+    It reads `fp32_precision`, because the older `allow_tf32` raises once the newer setting was used. Other dtypes skip
+    the question, which would be the most expensive part of a launch's key.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def whole_precision(dtype: torch.dtype, arch: str, tf32: bool | None = None) -> str:
+    """Return the word of kernels that make no pieces, "tf32" or "ieee".
+
+    Triton has no TF32 for gfx950, whose hardware lacks it.
+
+    Args:
+        dtype: of q, k and v.
+        arch: of the GPU.
+        tf32: whether torch allows TF32; None asks torch.
+    """
+    allowed = takes_tf32(dtype) if tf32 is None else tf32 and dtype == torch.float32
+    return "tf32" if allowed and arch != "gfx950" else "ieee"
+
+
+def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool = False, tf32: bool | None = None) -> str:
+    """Return the word of the dense kernels of a call.
+
+    Args:
+        dtype, arch, tf32: as of `whole_precision`.
+        head_dim: the larger of the head dims of q and v.
+        few_rows: whether a head has so few queries that reading k and v bounds the time.
+    """
+    whole = whole_precision(dtype, arch, tf32)
+    if dtype != torch.float32 or head_dim > MOST_HEAD_DIM or few_rows:
+        return whole
+    if whole == "tf32":
+        return "bf16x3" if arch in _HIGH else whole
+    return "fp16x3" if arch in _HIGHEST else whole
+
+
+def runs_on_pieces(word: str) -> bool:
+    """Return whether kernels with this word multiply pieces of the numbers of fp32, on tensor cores."""
+    return word in PIECES
