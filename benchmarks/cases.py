@@ -370,7 +370,7 @@ def _relative() -> Iterator[Case]:
 
 
 def _fp32() -> Iterator[Case]:
-    """Models that compute attention in fp32, under both of torch's precisions: proteins, speech, images, plain calls."""
+    """Calls in fp32 under both of torch's precisions: proteins, speech, images, and plain ones."""
 
     def case(
         name: str, *sizes: int, mask: MaskRule | None = None, bias: str | None = None, quick: bool = False

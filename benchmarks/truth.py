@@ -75,7 +75,8 @@ class Yardstick:
         if q.dtype == torch.float32:  # p = exp(s - lse) has the rounding of lse in it
             lse = exact["lse"]
             rounding = yardstick.LSE_ROUNDING * lse[lse > -math.inf].abs().max().item()
-            self.limits |= {name: max(x, x - floor + rounding) for name, x in self.limits.items() if name in inputs.leaves}
+            for name in set(self.limits) & set(inputs.leaves):
+                self.limits[name] += max(rounding - floor, 0.0)
 
     def part(self, name: str, x: Tensor) -> Tensor:
         """Return the heads of a tensor that plain PyTorch computes."""

@@ -15,8 +15,8 @@ from .distances import AnyBias
 from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
-# A product of two 16-bit pieces in each factor has an error of 6e-6, which FLOOR would let pass; one of three pieces has
-# the error of fp32. Tensor cores add up in another order than fp32 does, so the ratio is wider.
+# Products of fp32 numbers in two pieces of bfloat16 have an error of 6e-6, which FLOOR would let pass; in three pieces
+# they have that of fp32. Tensor cores add up in another order than fp32 does, so the ratio is wider.
 RATIO_FP32, FLOOR_FP32 = 2.0, 2e-7
 # A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
 LSE_ROUNDING = 2.0**-23

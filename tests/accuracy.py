@@ -16,7 +16,7 @@ from flash_dmattn.biases import split
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.distances import Distances, dense, distance_sums, values_of
-from flash_dmattn.reference.yardstick import FLOOR, LSE_ROUNDING, RATIO, limits_of
+from flash_dmattn.reference.yardstick import LSE_ROUNDING, RATIO, limits_of
 
 Results = dict[str, Tensor | None]
 

@@ -487,31 +487,36 @@ def test_the_order_of_auto_on_gpus_that_nobody_measured(name: str, device: str) 
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_on_hopper_sdpa_comes_after_all_kernels(name: str) -> None:
+def test_on_hopper_sdpa_comes_after_all_kernels_but_in_fp32_on_cuda_cores(name: str) -> None:
     problem = explain_problem(**CALL | ORDERS[name][0] | {"device": "sm_90"}).problem
     asked = [each.name for each, _ in selection.candidates(problem)]
-    sdpa_first = ["cuda", "cuda", "sdpa", "triton", "flex", "eager", "reference"]
-    last = ["cuda", "triton", "flex", "cuda", "sdpa", "eager", "reference"]
-    assert asked == (sdpa_first if name.startswith("fp32") else last)
+    assert asked == ["cuda", "triton", "flex", "cuda", "sdpa", "eager", "reference"]
+    problem = explain_problem(q=(4, 2048, 16, 256), dtype="fp32", device="sm_90").problem
+    asked = [each.name for each, _ in selection.candidates(problem)]
+    assert asked == ["cuda", "cuda", "sdpa", "triton", "flex", "eager", "reference"]
 
 
 def with_tf32(problem: AttentionProblem) -> AttentionProblem:
     return problem._replace(flags=problem.flags._replace(allows_tf32=True))
 
 
+OURS, TORCHS = ("triton", "triton"), ("sdpa", "sdpa")
 # On a Hopper GPU and on another one, the backends of both passes of a call in fp32 whose products take no TF32.
 IN_FP32: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[str, str]]] = {
-    "shared bias": ({"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)}, ("sdpa", "sdpa"), ("sdpa", "sdpa")),
-    "small": ({"q": (1, 512, 16, 24), "bias": (1, 16, 512, 512)}, ("triton", "triton"), ("sdpa", "sdpa")),
+    "shared bias": ({"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)}, OURS, TORCHS),
+    "plain": ({"q": (4, 2048, 16, 64)}, OURS, TORCHS),
+    # Pieces of wide heads do not fit in registers.
+    "wide": ({"q": (4, 2048, 16, 256)}, TORCHS, TORCHS),
+    "wide, small": ({"q": (1, 512, 16, 256)}, OURS, TORCHS),
+    "wide, decoding": ({"q": (512, 16, 16, 256), "seqlen_k": 2048}, OURS, TORCHS),
     # A gradient of a shared bias is made for each score first: 256 MiB are the most, unless the bias itself is larger.
-    "triangle": ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, ("sdpa", "sdpa"), ("sdpa", "sdpa")),
-    "long triangle": ({"q": (257, 256, 4, 32), "bias": (1, 4, 256, 256)}, ("triton",) * 2, ("triton",) * 2),
-    "own bias": ({"q": (257, 256, 4, 32), "bias": (257, 4, 256, 256)}, ("sdpa", "sdpa"), ("sdpa", "sdpa")),
-    "plain": ({"q": (4, 2048, 16, 64)}, ("sdpa", "sdpa"), ("sdpa", "sdpa")),
+    "triangle": ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, OURS, TORCHS),
+    "larger triangle": ({"q": (257, 256, 4, 32), "bias": (1, 4, 256, 256)}, OURS, OURS),
+    "own bias": ({"q": (257, 256, 4, 32), "bias": (257, 4, 256, 256)}, OURS, TORCHS),
     # Rules of sdpa refuse a pass; the next backend takes it.
-    "lse": ({"q": (4, 2048, 16, 64), "return_lse": True}, ("sdpa", "triton"), ("sdpa", "triton")),
-    "mask": ({"q": (4, 2048, 16, 64), "mask": (4, 1, 1, 2048)}, ("triton", "triton"), ("flex", "flex")),
-    "groups": ({"q": (4, 2048, 16, 64), "kv_heads": 4}, ("triton", "triton"), ("flex", "flex")),
+    "wide, lse": ({"q": (4, 2048, 16, 256), "return_lse": True}, ("sdpa", "triton"), ("sdpa", "triton")),
+    "wide, mask": ({"q": (4, 2048, 16, 256), "mask": (4, 1, 1, 2048)}, OURS, ("flex", "flex")),
+    "wide, groups": ({"q": (4, 2048, 16, 256), "kv_heads": 4}, OURS, ("flex", "flex")),
 }
 
 
@@ -523,10 +528,31 @@ def test_auto_takes_the_faster_kernel_in_fp32(name: str) -> None:
         explanation = explain_problem(**call, **grad, dtype="fp32", device=device)
         assert (explanation.forward, explanation.backward) == wanted, device
         (verdict,) = (x for x in explanation.verdicts if x.backend == "sdpa")
-        leads = "auto asks it first in float32, because triton multiplies on CUDA cores here"
-        assert any(leads in note for note in verdict.notes) == (wanted == ("sdpa", "sdpa"))
+        on_cores = device in ("sm_89", "sm_120") or name.startswith("wide")
+        why = "triton multiplies on CUDA cores here" if on_cores else f"triton is not timed on {device}"
+        leads = [f"auto asks it first in float32, because {why}" in note for note in verdict.notes]
+        assert any(leads) == (wanted == TORCHS)
         allowed = explain_description(with_tf32(explanation.problem), "auto")
         assert allowed.forward == ("triton" if device == "sm_90" or "bias" in call else "flex")
+
+
+HOW = {
+    (False, "sm_90", 64): "by three products of float16 on tensor cores, with the error of float32",
+    (False, "sm_80", 128): "by three products of float16 on tensor cores, with the error of float32",
+    (False, "sm_90", 256): "on CUDA cores: head dims are above 128",
+    (False, "sm_89", 64): "on CUDA cores: pieces of 16 bits gain nothing on sm_89",
+    (True, "sm_90", 64): "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5",
+    (True, "sm_89", 64): "in TF32 on tensor cores, with a relative error of about 1e-3",
+}
+
+
+@pytest.mark.parametrize("allows, device, dim", HOW)
+def test_explain_says_how_fp32_is_multiplied(allows: bool, device: str, dim: int) -> None:
+    problem = explain_problem(q=(4, 1024, 16, dim), dtype="fp32", device=device).problem
+    explanation = explain_description(with_tf32(problem) if allows else problem, "triton")
+    (verdict,) = (x for x in explanation.verdicts if x.backend == "triton")
+    setting = f"torch's float32 matmul precision is {'high' if allows else 'highest'!r}"
+    assert verdict.notes == (f"multiplies in float32 {HOW[allows, device, dim]} ({setting})",)
 
 
 def test_a_call_in_fp32_goes_on_where_sdpa_is_switched_off() -> None:
@@ -628,7 +654,7 @@ def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes(device="sm_90") == ("runs FA4 of torch",)
     efficient, products = "runs torch's memory-efficient attention", " by three products of TF32 on tensor cores"
     assert notes(device="sm_80", dtype="fp32") == (
-        f"{efficient}{products}; auto asks it first in float32, because triton multiplies on CUDA cores here",
+        f"{efficient}{products}; auto asks it first in float32, because triton is not timed on sm_80",
     )
     assert notes(device="sm_90", dtype="fp32", q=(1, 512, 16, 64)) == (efficient + products,)
     assert notes(device="sm_80", **BIAS) == (efficient,)

@@ -27,8 +27,8 @@ from .slices import HeadGroup, ShardedMask, Slice, slice_problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
-    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, str forward, str backward, "
-    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, "
+    "str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
