@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from accuracy import Results, assert_accurate, oracle, yardstick
 from cases import Case, Inputs
 from conftest import Runner
 from fp32_cases import CASES, FULL, PLAIN, SHARED, assert_right
+from out_of_tree import KernelPair, registered
 from torch import Tensor
+
+import flash_dmattn
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,3 +90,53 @@ def test_the_rule_sees_one_row_of_small_values() -> None:
     assert rows.min() < 1e-5 * rows.max()
     with pytest.raises(AssertionError, match="dq: error of a row"):
         assert_accurate({**results, "dq": torch.where(rows == rows.min(), dq * 1.001, dq)}, case, inputs)
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Torch's setting as it was, after the test."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("setting", ("ieee", "tf32"))
+def test_both_passes_multiply_as_torch_says_at_the_call(setting: str, compiled: bool, precision: None) -> None:
+    """Else the backward pass would compute p of other scores than those of lse; 16 bits never ask."""
+    planned: list[bool] = []
+
+    def watched(plan: Any) -> Any:
+        return lambda problem: planned.append(problem.flags.allows_tf32) or plan(problem)
+
+    ours = KernelPair("ours").backend
+    ours = replace(ours, plan_forward=watched(ours.plan_forward), plan_backward=watched(ours.plan_backward))
+    call = partial(flash_dmattn.attention, backend="ours")
+    with registered(ours):
+        attend = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+        for dtype in (torch.float32, torch.float16):
+            x = torch.randn(1, 5, 2, 8, dtype=dtype, requires_grad=True)
+            planned.clear()
+            torch.backends.cuda.matmul.fp32_precision = setting
+            out = attend(x, x, x)
+            torch.backends.cuda.matmul.fp32_precision = "ieee" if setting == "tf32" else "tf32"
+            out.sum().backward()
+            assert set(planned) == {setting == "tf32" and dtype == torch.float32} and len(planned) >= 2
+
+
+def test_a_changed_setting_compiles_anew(precision: None) -> None:
+    """Then another backend may lead, too."""
+    names = [argument.name for argument in torch.ops.flash_dmattn.attention_forward.default._schema.arguments]
+    seen: list[bool] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nodes = [node for node in graph.graph.nodes if "attention_forward" in str(node.target)]
+        seen.extend(node.args[names.index("allows_tf32")] for node in nodes)
+        return graph
+
+    compiled = torch.compile(partial(flash_dmattn.attention, backend="eager"), backend=keep, fullgraph=True)
+    x = torch.randn(1, 5, 2, 8)
+    for setting in ("ieee", "tf32", "ieee"):
+        torch.backends.cuda.matmul.fp32_precision = setting
+        compiled(x, x, x)
+    assert seen == [False, True]  # the first graph serves again
