@@ -67,6 +67,7 @@ class ListFlags(NamedTuple):
     head_dim_v: int
     list_repeat: int = 1
     value_repeat: int = 1
+    allows_tf32: bool = False
 
 
 class ListCall:
@@ -157,7 +158,7 @@ class ListCall:
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
             "WIDE": span > 2**31 - 1,
-            "PRECISION": whole_precision(q.dtype, self.arch),
+            "PRECISION": whole_precision(q.dtype, self.arch, flags.allows_tf32),
         }
 
     @property

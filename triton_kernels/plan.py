@@ -17,11 +17,11 @@ from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
 from .plan_packed import packed_strides
-from .precision import precision_of, takes_tf32
+from .precision import MOST_FEW_ROWS, precision_of
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
 from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
-from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
+from .tile_table import Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
@@ -104,7 +104,7 @@ class Call:
         self.score_scale = scale / softcap if softcap > 0 else scale if self.is_biased else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.allows_tf32 = takes_tf32(q.dtype)
+        self.allows_tf32 = flags.allows_tf32
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
         self.packed: frozenset[str] = frozenset()  # which of q, k, v and dout kernels read as stored pieces
 

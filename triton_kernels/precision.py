@@ -15,6 +15,10 @@ from __future__ import annotations
 
 import torch
 
+from flash_dmattn.problem import AttentionProblem
+
+# So many queries of a head fit in one tile of the least size, and reading k and v is the bound: decoding.
+MOST_FEW_ROWS = 16
 PIECES = ("bf16x3", "bf16x6", "fp16x3")
 # The largest head dim whose tiles of pieces fit in registers.
 MOST_HEAD_DIM = 128
@@ -25,16 +29,7 @@ _HIGHEST = ("sm_80", "sm_90", "sm_100")
 _HIGH = ("sm_90",)
 
 
-def takes_tf32(dtype: torch.dtype) -> bool:
-    """Return whether torch allows TF32 for products of this dtype: only for fp32.
-
-    It reads `fp32_precision`, because the older `allow_tf32` raises once the newer setting was used. Other dtypes skip
-    the question, which would be the most expensive part of a launch's key.
-    """
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def whole_precision(dtype: torch.dtype, arch: str, tf32: bool | None = None) -> str:
+def whole_precision(dtype: torch.dtype, arch: str, tf32: bool) -> str:
     """Return the word of kernels that make no pieces, "tf32" or "ieee".
 
     Triton has no TF32 for gfx950, whose hardware lacks it.
@@ -42,13 +37,12 @@ def whole_precision(dtype: torch.dtype, arch: str, tf32: bool | None = None) -> 
     Args:
         dtype: of q, k and v.
         arch: of the GPU.
-        tf32: whether torch allows TF32; None asks torch.
+        tf32: whether torch allows TF32: `Flags.allows_tf32`.
     """
-    allowed = takes_tf32(dtype) if tf32 is None else tf32 and dtype == torch.float32
-    return "tf32" if allowed and arch != "gfx950" else "ieee"
+    return "tf32" if tf32 and dtype == torch.float32 and arch != "gfx950" else "ieee"
 
 
-def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool = False, tf32: bool | None = None) -> str:
+def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool, tf32: bool) -> str:
     """Return the word of the dense kernels of a call.
 
     Args:
@@ -62,6 +56,14 @@ def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool = 
     if whole == "tf32":
         return "bf16x3" if arch in _HIGH else whole
     return "fp16x3" if arch in _HIGHEST else whole
+
+
+def word_of(p: AttentionProblem) -> str:
+    """Return the word of a described call."""
+    allowed = p.flags.allows_tf32
+    if p.mask_form == "lists":
+        return whole_precision(p.dtype, p.arch, allowed)
+    return precision_of(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), p.seqlen_q <= MOST_FEW_ROWS, allowed)
 
 
 def runs_on_pieces(word: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from .bias_forms import BANDED, CLAMPED, DISTANCES, NO_BIAS, TILE_BIAS
 from .gpus import KIB, shared_bytes
-from .precision import runs_on_pieces
+from .precision import MOST_FEW_ROWS, runs_on_pieces
 from .preferred_tiles import preferred
 from .tile_ops import BAND, KEYS, TILES
 
@@ -140,7 +140,6 @@ _SM90_KEYS = {
 # It reads k and v through pointers. With narrow blocks of keys two or three programs fit on an SM, with wide blocks
 # one. On an H100 with 32 heads on 8, D128: 8 x 8192 keys take 0.1039 ms narrow in two shares; 64 x 4096 keys take
 # 0.3616 ms wide and 0.3826 ms narrow.
-MOST_FEW_ROWS = 16
 _SM90_FEW_ROWS = {
     "narrow": {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 3)},
     "wide": {64: Tile(MOST_FEW_ROWS, 256, 4, 3), 128: Tile(MOST_FEW_ROWS, 128, 4, 3)},
