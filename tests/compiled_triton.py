@@ -397,7 +397,8 @@ def piece_jobs(arch: str) -> list[Job]:
         for word in ("fp16x3", "bf16x3"):
             for head_dim in (48, 128):
                 x = torch.empty(4, 2048, 16, head_dim, dtype=torch.float32, device="meta")
-                plan_pieces(x, word)(x)
+                plan_pieces(word, x, x)(x, x)
+                plan_pieces(word, x, x, x, x)(x, x, x, x)
     return jobs
 
 

@@ -137,7 +137,9 @@ def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[Non
     with (
         mock.patch.object(plan, "precision_of", lambda *_: word),
         mock.patch.object(tile_table, "_PIECES", pieces),
-        mock.patch.object(plan, "LEAST_TO_PACK", 1 if stored else 2**31),
+        mock.patch.object(tile_table, "_PIECES_STORED", {256: tile}),
+        mock.patch.object(plan, "LEAST_TO_PACK", 1),
+        mock.patch.object(plan, "LEAST_PAIRS_TO_PACK", 1 if stored else 2**62),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),
     ):
         yield

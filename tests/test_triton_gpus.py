@@ -220,11 +220,17 @@ def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
     def names(variant: Variant, arch: str = "sm_90") -> list[str]:
         return [job.name for job in jobs_of(variant, arch)]
 
-    call = Variant(64, dtype=torch.float32, seqlen_q=1024, seqlen_k=1024)
-    packs = ["pack_pieces"] * 2 + ["forward", "delta"] + ["pack_pieces"] * 4 + ["backward_keys", "backward_queries"]
-    assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128, seqlen_k=64)) == packs
+    call = Variant(64, dtype=torch.float32, seqlen_q=512, seqlen_k=512)  # 2^24 pairs
+    packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
+    assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128)) == packs
     alone = [name for name in packs if name != "pack_pieces"]
-    assert names(replace(call, seqlen_k=1023)) == names(call, "sm_86") == names(replace(call, head_dim=256)) == alone
+    assert (
+        names(replace(call, seqlen_k=511))
+        == names(replace(call, batch=3))
+        == names(call, "sm_86")
+        == names(replace(call, head_dim=256))
+        == alone
+    )
     assert "pack_pieces" not in names(SequenceVariant(64, dtype=torch.float32))
 
 

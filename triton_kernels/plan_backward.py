@@ -45,7 +45,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces else ())
-    pack = [plan_pieces(x, call.precision) for x in (call.q, call.k, call.v, dout)] if call.packed else []
+    pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed else None
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     by_distance = need_bias and call.extent is not None
@@ -78,9 +78,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
-        if pack:
-            made = [make(x) for make, x in zip(pack, (q, k, v, dout), strict=True)]
-            read = (*made[:3], bias, made[3], *read[5:])
+        if pack is not None:
+            packed_k, packed_v, packed_q, packed_dout = pack(k, v, q, dout)
+            read = (packed_q, packed_k, packed_v, bias, packed_dout, *read[5:])
         delta = read[-1]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
