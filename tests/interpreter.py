@@ -133,7 +133,7 @@ def dot_of_tensor_cores(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHan
 @contextmanager
 def on_tensor_cores(word: str, tile: Tile) -> Iterator[None]:
     """Have calls in fp32 multiply as a word of `precision.py` says, on tiles of this size."""
-    pieces = dict.fromkeys(tile_table._PIECES, {256: tile})
+    pieces = {kernel: {256: tile} for kernel in tile_table._PIECES}
     with (
         mock.patch.object(plan, "precision_of", lambda *_: word),
         mock.patch.object(tile_table, "_PIECES", pieces),
