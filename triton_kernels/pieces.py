@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from .tile_ops import load_tile
+
 # The interpreter has no products of bfloat16. Those of the same numbers in fp32 are equal.
 _WIDENS: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
 # The largest number of a row of float16 pieces is below 2^15; a product of two rows has this factor to undo.
@@ -67,6 +69,79 @@ def _halves(x):
     """Return two pieces of float16 of numbers below 2^15."""
     a = x.to(tl.float16)
     return a, (x - a.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def load_pieces(
+    x, strides, batch, b, h, first, rows, num_rows, dims, num_dims,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_DIMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Load a tile as `load_tile` does, as pieces: of numbers of fp32, or stored by `pack_pieces_kernel`."""
+    if PRECISION == "fp16x3" or PRECISION == "bf16x3":
+        if x.dtype.element_ty != tl.float32:
+            piece = tl.cast(batch, tl.int64) * strides.batch
+            a = load_tile(
+                x, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            rest = load_tile(
+                x + piece, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            if PRECISION == "fp16x3":
+                head = b * (strides.row // strides.head) + h
+                sizes = (x + 2 * piece).to(tl.pointer_type(tl.float32)) + head * num_rows
+                return a, rest, rest, tl.load(sizes + rows, mask=rows < num_rows, other=0.0)
+            else:
+                return a, rest, rest, a
+        else:
+            tile = load_tile(
+                x, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            return split(tile, PRECISION)
+    else:
+        tile = load_tile(
+            x, strides, b, h, first, rows, num_rows, dims, num_dims,
+            BLOCK, BLOCK_D, TMA, WIDE, CHECK_ROWS, CHECK_DIMS,
+        )  # fmt: skip
+        return split(tile, PRECISION)
+
+
+@triton.jit
+def pack_pieces_kernel(
+    x,
+    packed,
+    x_strides,
+    packed_strides,
+    batch,
+    num_heads,
+    seqlen,
+    head_dim,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the pieces of a block of rows of one head: (2, B, L, H, D), and behind them sizes in fp32, (B, H, L)."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(seqlen, BLOCK)
+    first = program % blocks * BLOCK
+    h = program // blocks % num_heads
+    b = (program // blocks // num_heads).to(tl.int64)
+    rows = first + tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    tile = load_tile(x, x_strides, b, h, first, rows, seqlen, dims, head_dim, BLOCK, BLOCK_D, False, True, True, True)
+    a, rest, _, sizes = split(tile, PRECISION)
+    piece = tl.cast(batch, tl.int64) * packed_strides.batch
+    at = packed + b * packed_strides.batch + h.to(tl.int64) * packed_strides.head
+    at = at + rows.to(tl.int64)[:, None] * packed_strides.row + dims[None, :]
+    stored = (rows < seqlen)[:, None] & (dims < head_dim)[None, :]
+    tl.store(at, a, mask=stored)
+    tl.store(at + piece, rest, mask=stored)
+    if PRECISION == "fp16x3":
+        place = (packed + 2 * piece).to(tl.pointer_type(tl.float32)) + (b * num_heads + h) * seqlen
+        tl.store(place + rows, sizes, mask=rows < seqlen)
 
 
 @triton.jit

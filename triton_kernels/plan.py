@@ -16,6 +16,7 @@ from .bias_forms import ROW_BIAS, TILE_BIAS, form_of, has_flat_blocks
 from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
+from .plan_packed import packed_strides
 from .precision import MOST_FEW_ROWS, precision_of
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
@@ -26,6 +27,8 @@ from .tile_table import Tile, tf32_fits, tile_of
 MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
+# From so many queries and keys on pieces of fp32 are stored.
+LEAST_TO_PACK = 1024
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -103,6 +106,7 @@ class Call:
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.allows_tf32 = flags.allows_tf32
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
+        self.packed: frozenset[str] = frozenset()  # which of q, k, v and dout kernels read as stored pieces
 
     @property
     def is_biased(self) -> bool:
@@ -224,7 +228,7 @@ class Call:
     def values(self) -> dict[str, Any]:
         """Name the numbers and constants that several kernels take; a kernel may overrule some."""
         return {
-            **row_strides(q=self.q, k=self.k, v=self.v),
+            **self.row_strides(q=self.q, k=self.k, v=self.v),
             "bias_strides": self.bias_strides(),
             "mask_strides": self.mask_strides(),
             "shape": self.shape,
@@ -258,6 +262,21 @@ class Call:
             "extent": self.extent,
             "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind),
         }
+
+    @property
+    def packs_pieces(self) -> bool:
+        """Return whether pieces of rows are made once and stored: kernels that read them in many tiles gain more.
+
+        Not of sequences, whose rows lie in other ways.
+        """
+        if self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
+            return False
+        return min(self.shape.seqlen_q, self.shape.seqlen_k) >= LEAST_TO_PACK or max(self.block_d, self.block_dv) > 64
+
+    def row_strides(self, **tensors: Tensor) -> dict[str, Strides]:
+        """Return the strides of (B, L, H, D) tensors, or of their pieces, under the names that kernels give them."""
+        strides = {name: packed_strides(x) for name, x in tensors.items() if name in self.packed}
+        return {**row_strides(**tensors), **{f"{name}_strides": Strides(*each) for name, each in strides.items()}}
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
         if self.mask.form == "dense":
@@ -293,7 +312,7 @@ class Call:
 
     def wide(self, *tensors: Tensor) -> bool:
         """Return whether offsets within one head of these tensors, or of the bias or a bool mask, need 64 bits."""
-        spans = [x.shape[1] * x.stride(1) for x in tensors]
+        spans = [x.shape[1] * (packed_strides(x)[1] if self.packed else x.stride(1)) for x in tensors]
         for x in (self.bias, self.mask.dense):
             if x is not None:
                 spans.append(sum(n * stride for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))
