@@ -614,19 +614,22 @@ def has_nan_as_eager(case: Case) -> None:
                 assert torch.equal(kind(mine), kind(other)), f"{value} in {name}: {kind} of {result}"
 
 
-def fp32_calls(word: str = "fp16x3") -> Iterator[str | None]:
-    """Outcomes of calls in fp32 on pieces that a word names, on tiles of which even short rows have several."""
+def fp32_calls(word: str = "fp16x3", pieces: str = "made") -> Iterator[str | None]:
+    """Outcomes of calls in fp32 on pieces that a word names, on tiles of which even short rows have several.
+
+    Pieces are made in the kernels that multiply them, or "stored" before.
+    """
     tile = Tile(32, 32, 4, 1)
     for name, case in fp32_cases.CASES.items():
         if name == "tiny" and word.startswith("bf16"):
             continue  # subnormal numbers of bfloat16 are wrong in the interpreter
         set_up(tile)
-        yield outcome_of(partial(right_on_pieces, word, tile, case), f"{name}: {case.repro()}")
+        yield outcome_of(partial(right_on_pieces, word, pieces == "stored", tile, case), f"{name}: {case.repro()}")
 
 
-def right_on_pieces(word: str, tile: Tile, case: Case) -> None:
+def right_on_pieces(word: str, stored: bool, tile: Tile, case: Case) -> None:
     inputs = case.build()
-    with interpreter.on_tensor_cores(word, tile):
+    with interpreter.on_tensor_cores(word, tile, stored):
         results = run(attention, case, inputs)
     interpreter.assert_margins()
     fp32_cases.assert_right(results, case, inputs, "triton")
