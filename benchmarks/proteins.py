@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_dmattn
+from flash_dmattn.dispatch.config import Decision
 from flash_dmattn.integrations import attend
 
 HIDDEN = -1e9  # what the projects add at keys that are padding
@@ -116,7 +117,8 @@ def train(sizes: Sizes, attention: Attend, steps: int, device: torch.device) -> 
     random = torch.Generator(device).manual_seed(1)
     used = torch.arange(sizes.length, device=device) < (3 * sizes.length // 4 if sizes.padded else sizes.length)
     padding = torch.where(used, 0.0, HIDDEN)[None, None, None] if sizes.padded else None
-    losses, decisions = torch.empty(steps, device=device), []
+    losses = torch.empty(steps, device=device)
+    decisions: list[Decision] = []
     started = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
