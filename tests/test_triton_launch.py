@@ -385,6 +385,7 @@ OTHER_FLAGS = {
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",
+    "allows_tf32": True,
 }
 
 
