@@ -130,7 +130,7 @@ class Packing(NamedTuple):
 
 @triton.jit
 def _pack(x, packed, packing, program, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
-    """Store the pieces of a block of rows that are neighbours in memory: of all heads of a position, then of the next."""
+    """Store the pieces of a block of rows that are neighbours in memory: the heads of a position, then of the next."""
     lines = packing.seqlen * packing.num_heads
     blocks = tl.cdiv(lines, BLOCK)
     b = (program // blocks).to(tl.int64)
