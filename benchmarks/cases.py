@@ -73,8 +73,8 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "mla", "graph", "d512", "relative", "decode", "speculative", "lists", "memory",
-            "form", "model", or the name of a sweep, such as "length".
+        group: "workload", "short", "mla", "graph", "d512", "relative", "fp32", "decode", "speculative", "lists",
+            "memory", "form", "model", or the name of a sweep, such as "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
         head_dim_v: the head dim of v and out where it is not `head_dim`.
@@ -83,6 +83,8 @@ class Case:
         reach: of a bias by distance: distances of so much and beyond share a value. T5 has 128.
         layers: the number of layers of a model whose attention is this call; None for a single call.
         passes: the timed passes.
+        dtype: of all tensors.
+        allows_tf32: whether torch's float32 matmul precision is "high" and not "highest" while the case runs.
         all_systems: whether slow systems are timed, too; one workload of each kind does that.
         quick: whether `--quick` keeps the case.
     """
@@ -103,6 +105,8 @@ class Case:
     reach: int = 128
     layers: int | None = None
     passes: tuple[Pass, ...] = PASSES
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    allows_tf32: bool = False
     all_systems: bool = False
     quick: bool = False
 
@@ -137,6 +141,8 @@ class Case:
     def what(self) -> str:
         """In words, for tables."""
         parts = [] if self.layers is None else [f"decoder of {self.layers} layers"]
+        if self.dtype == "fp32":
+            parts.append(f"fp32, {'high' if self.allows_tf32 else 'highest'}")
         parts += ["causal"] if self.is_causal else []
         if self.mask is not None:
             parts.append(f"mask {spelled(self.mask.dims)}: {self.mask}")
@@ -161,7 +167,7 @@ class Case:
             kv_heads=self.heads_k,
             seqlen_k=self.seqlen,
             head_dim_v=self.head_dim_v,
-            dtype="bf16",
+            dtype=self.dtype,
             device=device,
             mask=None if self.mask is None else self.shape_of(self.mask.dims),
             mask_prepared=self.layers is not None,
@@ -172,9 +178,10 @@ class Case:
             grad=grad,
             bias_grad=grad and self.bias is not None,
         )
-        if self.layers is None:
-            return explanation
-        return explain_description(explanation.problem._replace(mask_form="intervals"), "auto")
+        problem = explanation.problem._replace(flags=explanation.problem.flags._replace(allows_tf32=self.allows_tf32))
+        if self.layers is not None:
+            problem = problem._replace(mask_form="intervals")
+        return explanation if problem == explanation.problem else explain_description(problem, "auto")
 
     def reduced(self, seqlen: int) -> Case:
         """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims.
@@ -362,6 +369,34 @@ def _relative() -> Iterator[Case]:
     yield case("all-16k-causal", 1, 16, 16384, 64, causal=True, reach=16383)
 
 
+def _fp32() -> Iterator[Case]:
+    """Calls in fp32 under both of torch's precisions: proteins, speech, images, and plain ones."""
+
+    def case(
+        name: str, *sizes: int, mask: MaskRule | None = None, bias: str | None = None, quick: bool = False
+    ) -> Iterator[Case]:
+        batch, heads, seqlen, head_dim = sizes
+        made = Case(f"fp32-{name}", "fp32", batch, heads, heads, seqlen, head_dim, mask=mask, bias=bias, dtype="fp32")
+        yield replace(made, quick=quick)
+        yield replace(made, name=f"{made.name}-high", allows_tf32=True)
+
+    padding, shared = MaskRule("padding", 4), "hij"
+    for length in (128, 256, 384):
+        yield from case(f"triangle-{length}", length, 4, length, 32, mask=padding, bias=shared)
+    for samples in (8, 48):
+        yield from case(f"af3-{samples}", samples, 16, 512, 48, bias=shared, quick=samples == 8)
+    for length in (384, 512, 768):
+        yield from case(f"boltz-{length}", 1, 16, length, 24, mask=padding, bias=shared)
+    yield from case("msa-rows", 128, 8, 384, 32, mask=padding, bias=shared)
+    for name, *sizes in (("2k", 4, 16, 2048, 64), ("8k", 1, 16, 8192, 64)):
+        yield from case(f"plain-{name}", *sizes)
+        yield from case(f"bias-{name}", *sizes, bias=shared)
+    yield from case("esm", 8, 20, 1024, 64, mask=padding)
+    yield from case("conformer", 16, 8, 512, 64, mask=padding, bias="bhij")  # positions relative to each query
+    yield from case("swinv2", 256, 8, 256, 32, bias=shared)
+    yield from case("d128", 8, 16, 1024, 128)
+
+
 def _decode() -> Iterator[Case]:
     for length in (8192, 65536):
         name, quick = f"decode-{length // 1024}k", length == 8192
@@ -443,7 +478,7 @@ def _forms() -> Iterator[Case]:
 
 
 CASES = (
-    *(*_workloads(), *_short(), *_mla(), *_graph(), *_sweeps(), *_wide(), *_relative()),
+    *(*_workloads(), *_short(), *_mla(), *_graph(), *_sweeps(), *_wide(), *_relative(), *_fp32()),
     *(*_decode(), *_speculative(), *_lists(), *_memory(), *_models(), *_forms()),
 )
 GROUPS = {
@@ -462,6 +497,7 @@ GROUPS = {
         "bias class",
         "d512",
         "relative",
+        "fp32",
         "decode",
         "speculative",
         "lists",

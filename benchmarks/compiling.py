@@ -18,7 +18,7 @@ import torch
 from .cases import Case
 from .inputs import make_inputs
 from .progress import progress
-from .suites.trial import attempt, forget, stream_of, worded
+from .suites.trial import attempt, forget, precision_of, stream_of, worded
 from .systems import Mode, by_name
 
 LEAST_JOBS = 3  # from how many on processes of their own are worth their start
@@ -69,7 +69,7 @@ def _be_one_of_many() -> None:
 def _compile(job: Job) -> str:
     """Run a job in a worker; return what kept it from running."""
     try:
-        with stream_of(job.device):
+        with stream_of(job.device), precision_of(job.case):
             inputs = make_inputs(job.case, job.device)
             for name, modes in job.runs:
                 for mode in modes:

@@ -13,6 +13,8 @@ from flash_dmattn.biases import Relative
 
 from .cases import TILE, Case, MaskRule
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 class Inputs(NamedTuple):
     """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients.
@@ -66,9 +68,12 @@ def allowed_by(
     return mask if mask is None else mask.expand(-1, -1, seqlen_q, seqlen_k)
 
 
-def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Return random normal inputs, the same for every call; they require gradients where the case takes any."""
-    generator = torch.Generator(device).manual_seed(0)
+def make_inputs(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """Return random normal inputs, the same for every call; they require gradients where the case takes any.
+
+    They have the dtype of the case, unless another one is given.
+    """
+    generator, dtype = torch.Generator(device).manual_seed(0), DTYPES[case.dtype] if dtype is None else dtype
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)

@@ -22,7 +22,7 @@ from .progress import Progress, progress
 from .report import text
 from .results import Record, Results, load, missing
 from .suites import equivalence, memory, model, performance
-from .suites.trial import device_is_lost, forget, stream_of, worded
+from .suites.trial import device_is_lost, forget, precision_of, stream_of, worded
 from .turns import Alone, Turns, at_once, turns_of
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
@@ -208,7 +208,10 @@ def _rows(
 def systems_of(suite: str, case: Case, available: list[systems.System], device: torch.device) -> list[systems.System]:
     """Return the systems that run a case; on a GPU slow ones only run one case of each kind."""
     in_full = case.all_systems or suite not in ("performance", "model") or device.type == "cpu"
-    return [system for system in available if in_full or not system.slow]
+    taken = [system for system in available if in_full or not system.slow]
+    if device.type == "cpu" or not systems.ours.auto_has_a_row(case, device):
+        return taken
+    return [system for system in taken if system.name != systems.ours.AUTO]
 
 
 def compile_todo(suite: str, todo: list[Case], available: list[systems.System], options: Options) -> None:
@@ -254,7 +257,7 @@ def make_row(
     }
 
     try:
-        with stream_of(device), quick_collections():
+        with stream_of(device), quick_collections(), precision_of(case):
             row = functions[suite](case, systems_of(suite, case, available, device), device)
         json.dumps(row, allow_nan=False)
     except Exception as error:

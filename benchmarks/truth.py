@@ -1,4 +1,4 @@
-"""The results of a call in fp64, and the largest error that a bf16 result may have."""
+"""The results of a call in fp64, and the largest error that a result in bf16 or fp32 may have."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Results = dict[str, Tensor]
 # Beyond this the time of a peer is not used. Ours has to meet the accuracy rule instead, which is some ten times
 # stricter: a peer may round what we do not, for instance sum the gradient of a bias in bf16.
 PEER_LIMIT = 3e-2
+# In fp32 a peer that rounds its products to TF32 is no peer, unless torch allows that: then limits are wider than this.
+PEER_LIMIT_FP32 = 1e-5
 
 
 def truth(inputs: Inputs, gradients: bool = True) -> Results:
@@ -68,7 +70,13 @@ class Yardstick:
                 plain["dbias"] = plain["dbias"].squeeze(2)
         self.plain = plain
         self.errors = {name: error(plain[name], self.part(name, x)) for name, x in exact.items()}
-        self.limits = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in self.errors.items()}
+        ratio, floor = yardstick.limits_of(q.dtype)
+        self.limits = {name: ratio * x + floor for name, x in self.errors.items()}
+        if q.dtype == torch.float32:  # p = exp(s - lse) has the rounding of lse in it
+            lse = exact["lse"]
+            rounding = yardstick.LSE_ROUNDING * lse[lse > -math.inf].abs().max().item()
+            for name in set(self.limits) & set(inputs.leaves):
+                self.limits[name] += max(rounding - floor, 0.0)
 
     def part(self, name: str, x: Tensor) -> Tensor:
         """Return the heads of a tensor that plain PyTorch computes."""
@@ -138,6 +146,9 @@ def errors(results: Results, exact: Results) -> dict[str, float]:
     return {name: error(results[name], x) for name, x in exact.items() if name in results}
 
 
-def wrong(measured: dict[str, float], limits: dict[str, float], ours: bool) -> list[str]:
-    """Return the tensors whose error is above the limit, which for peers is at least 3e-2."""
-    return [name for name, x in measured.items() if not x <= (limits[name] if ours else max(limits[name], PEER_LIMIT))]
+def wrong(
+    measured: dict[str, float], limits: dict[str, float], ours: bool, dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """Return the tensors whose error is above the limit, which for peers is at least that of the dtype."""
+    least = 0.0 if ours else PEER_LIMIT_FP32 if dtype == torch.float32 else PEER_LIMIT
+    return [name for name, x in measured.items() if not x <= max(limits[name], least)]

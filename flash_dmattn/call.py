@@ -22,7 +22,7 @@ from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback, without_order
 from .gradients import narrow
-from .problem import Arrival, RawFlags, as_scores, fold_call
+from .problem import Arrival, RawFlags, allows_tf32, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
@@ -190,6 +190,7 @@ def _key(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks) -> t
             call.is_list_bias,
             torch.is_grad_enabled(),
             torch.get_deterministic_debug_mode(),
+            allows_tf32(q.dtype),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.
             backend,
             active_blocks.backend,

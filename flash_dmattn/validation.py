@@ -23,6 +23,7 @@ from .problem import (
     SequenceSpec,
     SequenceView,
     TensorSpec,
+    allows_tf32,
     as_scores,
     causal_window,
     check_broadcast,
@@ -198,6 +199,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
         chosen=is_list_bias,
+        allows_tf32=allows_tf32(q.dtype),
         sequences=sequences,
     )
     if mask_form == "lists":

@@ -1,7 +1,7 @@
 """The yardstick of accuracy: the error that plain PyTorch makes when it computes the formulas in a low precision.
 
 A result x of any backend passes if err(x) <= RATIO * err(yardstick) + FLOOR, with err(x) = ||x - x64|| / ||x64||.
-The yardstick of out and lse is :func:`formula.attention` in that dtype.
+The yardstick of out and lse is :func:`formula.attention` in that dtype. fp32 has limits of its own, see `limits_of`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,16 @@ from .distances import AnyBias
 from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
+# Products of fp32 numbers in two pieces of bfloat16 have an error of 6e-6, which FLOOR would let pass; in three pieces
+# they have that of fp32. Tensor cores add up in another order than fp32 does, so the ratio is wider.
+RATIO_FP32, FLOOR_FP32 = 2.0, 2e-7
+# A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
+LSE_ROUNDING = 2.0**-23
+
+
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return RATIO and FLOOR for calls whose q has this dtype."""
+    return (RATIO_FP32, FLOOR_FP32) if dtype == torch.float32 else (RATIO, FLOOR)
 
 
 def gradients(

@@ -43,6 +43,8 @@ JUMPS = ("jumps",)
 PLACES = ("row", "entry", "value", "others")
 GREAT = (*(f"{place} {x}" for place in PLACES for x in ("-1e6", "-1e9", "-1e30")), "key 1e6", "key 1e9", "key 1e30")
 GREAT_MIN = tuple(f"{place} min" for place in PLACES)
+# Rows of v and dout, every other one times a number; q and v times a number, k and dout divided by it; or one sign.
+ROWS, SIZES, ONE_SIGN = ("rows 1e-3", "rows 1e-6"), ("size 1e20", "size 1e-20", "size 1e-36"), "one sign"
 SEEN = tuple(f"seen {value} {name}" for value in ("nan", "inf") for name in NAMES)
 HIDDEN = tuple(f"hidden {value} {name}" for value in ("nan", "inf") for name in NAMES[1:])
 
@@ -70,6 +72,20 @@ def with_means(data: str, q: Tensor, k: Tensor, scale: float, random: torch.Gene
         mean = torch.where(torch.arange(head_dim) < size, (product / size) ** 0.5, 0.0).to(q.device)
         return (q + mean).to(q.dtype), (k + (mean if kind == "equal" else -mean)).to(k.dtype)
     return q, k
+
+
+def with_sizes(data: str, x: Inputs) -> Inputs:
+    """The tensors as a kind of `ROWS` or `SIZES`, or of one sign, has them; of another kind as they are."""
+    if data == ONE_SIGN:
+        return replace(x, v=x.v.abs(), dout=x.dout.abs())
+    if data in ROWS:
+        factors = [torch.where(torch.arange(y.shape[1]) % 2 == 1, float(data.split()[1]), 1.0) for y in (x.v, x.dout)]
+        v, dout = (y * f.to(y)[:, None, None] for y, f in zip((x.v, x.dout), factors, strict=True))
+        return replace(x, v=v, dout=dout)
+    if data in SIZES:
+        factor = float(data.split()[1])
+        return replace(x, q=x.q * factor, v=x.v * factor, k=x.k / factor, dout=x.dout / factor)
+    return x
 
 
 def with_great_values(data: str, bias: Tensor, random: torch.Generator) -> Tensor:
@@ -147,7 +163,8 @@ class Case:
     """Sizes, flags and a seed. `mask` and `bias` are shapes ("Hq" style letters or sizes) or None.
 
     `mask_kind`: "random", "empty_rows" (every third query), "empty_tiles" (the first half of the keys and a block),
-    "none_allowed", "all_allowed". `bias_kind`: "normal", "inf" (a third of it -inf), "min" (finfo.min), "huge" (1e4).
+    "none_allowed", "all_allowed". `bias_kind`: "normal", "inf" (a third of it -inf), "min" (finfo.min), "huge" (1e4),
+    "blocks" (a third of it -1e4, the rest 0).
     `sink`: None, "normal", "inf" (every other head has none), "huge" (1e4, -1e4 in turn); with "sink" in `needs_grad`
     its gradient is needed. `data`: "centred", or a kind of the groups above.
     """
@@ -263,6 +280,8 @@ class Case:
                 bias = bias.masked_fill(chosen.to(device), value)
             elif self.bias_kind == "huge":
                 bias = bias * 1e4
+            elif self.bias_kind == "blocks":
+                bias = torch.where(torch.rand(bias.shape, generator=random).to(device) < 1 / 3, -1e4, 0.0).to(bias)
         mask = None if self.mask is None else self._mask(random).to(device)
         sink = None if self.sink is None else self._sink(random).to(device)
         inputs = Inputs(q, k, v, mask, bias, dout, dlse, sink)
@@ -274,7 +293,7 @@ class Case:
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         q, k = with_means(self.data, x.q, x.k, scale, random)
         bias = None if x.bias is None else with_great_values(self.data, x.bias, random)
-        x = replace(x, q=q, k=k, bias=bias)
+        x = with_sizes(self.data, replace(x, q=q, k=k, bias=bias))
         if bias is not None and bias.numel() and self.relative is not None and self.data in STEPS:
             bias[..., 0] = bias[..., -1] = STEPS[self.data][1]
         elif bias is not None and self.relative is None and self.data in GREAT and self.seed % 2:

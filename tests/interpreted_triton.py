@@ -14,6 +14,7 @@ from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
+import fp32_cases
 import interpreter
 import tangent_calls
 import torch
@@ -613,6 +614,27 @@ def has_nan_as_eager(case: Case) -> None:
                 assert torch.equal(kind(mine), kind(other)), f"{value} in {name}: {kind} of {result}"
 
 
+def fp32_calls(word: str = "fp16x3", pieces: str = "made") -> Iterator[str | None]:
+    """Outcomes of calls in fp32 on pieces that a word names, on tiles of which even short rows have several.
+
+    Pieces are made in the kernels that multiply them, or "stored" before.
+    """
+    tile = Tile(32, 32, 4, 1)
+    for name, case in fp32_cases.CASES.items():
+        if name == "tiny" and word.startswith("bf16"):
+            continue  # subnormal numbers of bfloat16 are wrong in the interpreter
+        set_up(tile)
+        yield outcome_of(partial(right_on_pieces, word, pieces == "stored", tile, case), f"{name}: {case.repro()}")
+
+
+def right_on_pieces(word: str, stored: bool, tile: Tile, case: Case) -> None:
+    inputs = case.build()
+    with interpreter.on_tensor_cores(word, tile, stored):
+        results = run(attention, case, inputs)
+    interpreter.assert_margins()
+    fp32_cases.assert_right(results, case, inputs, "triton")
+
+
 def attention_of_rounded(
     case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, **more: Any
 ) -> tuple[Tensor, ...]:
@@ -648,6 +670,7 @@ def main(what: str, *name: str) -> int:
         "forward mode": forward_mode_calls,
         "great": great_calls,
         "odd": odd_calls,
+        "fp32": fp32_calls,
     }
     return report(calls[what](*name))
 

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("FLASH_DMATTN_TEST_DTYPE", None)  # bf16 products are wrong here
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from out_of_tree import replace_backend, rules_without  # noqa: E402
 from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
 from flash_dmattn.backends.triton import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, plan_sequences, plan_slots, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan, plan_backward, plan_sequences, plan_slots, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -108,3 +113,33 @@ def assert_margins() -> None:
         assert bool(room[:MARGIN].isnan().all()), "written before an output"
         assert bool(room[MARGIN + size :].isnan().all()), "written behind an output"
     _allocated.clear()
+
+
+def dot_of_tensor_cores(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
+    """Multiply as tensor cores are known to: 16 products at a time are added to a sum, which is then cut to fp32.
+
+    The model is that of published tests of V100 to B200: the sum of 16 is exact, and cut toward zero.
+    """
+    x, y, total = (t.data.astype(np.float64) for t in (a, b, d))
+    for first in range(0, x.shape[-1], 16):
+        exact = total + x[..., first : first + 16] @ y[..., first : first + 16, :]
+        rounded = exact.astype(np.float32)
+        with np.errstate(invalid="ignore"):
+            cut = np.where(np.abs(rounded) > np.abs(exact), np.nextafter(rounded, np.float32(0.0)), rounded)
+        total = cut.astype(np.float64)
+    return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+
+@contextmanager
+def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[None]:
+    """Have calls in fp32 multiply as a word of `precision.py` says, on tiles of this size, pieces maybe stored."""
+    pieces = {kernel: {256: tile} for kernel in tile_table._PIECES}
+    with (
+        mock.patch.object(plan, "precision_of", lambda *_: word),
+        mock.patch.object(tile_table, "_PIECES", pieces),
+        mock.patch.object(tile_table, "_PIECES_STORED", {256: tile}),
+        mock.patch.object(plan, "LEAST_TO_PACK", 1),
+        mock.patch.object(plan, "LEAST_PAIRS_TO_PACK", 1 if stored else 2**62),
+        mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),
+    ):
+        yield

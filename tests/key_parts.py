@@ -74,6 +74,10 @@ def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
     torch.use_deterministic_algorithms(True)
     yield key()
     torch.use_deterministic_algorithms(False)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield key()
+    torch.backends.cuda.matmul.fp32_precision = before
     with flash_dmattn.config(backend="reference"):
         yield key()
     flash_dmattn.config.set(backend="reference")

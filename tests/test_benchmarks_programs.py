@@ -14,7 +14,7 @@ from benchmark_systems import CPU
 from torch import Tensor
 
 import flash_dmattn
-from benchmarks import builds, long_context, packed, serving, timing
+from benchmarks import builds, long_context, packed, proteins, serving, timing
 from benchmarks.floors import Rates
 from benchmarks.peak_memory import MIB, peaks
 from flash_dmattn.masks import PreparedMask
@@ -180,3 +180,18 @@ def test_peaks_count_what_is_held_at_once() -> None:
     assert measured.backward == pytest.approx(4.0, abs=0.1)
     assert measured.both == pytest.approx(8.0, abs=0.1)
     assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)
+
+
+def test_protein_modules_train_alike_in_fp32(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--quick", "--device", "cpu", "--steps", "8"]
+    assert proteins.main(arguments) == 0
+    cells = rows_of(capsys.readouterr().out)
+    assert [(row[0], row[1]) for row in cells] == [(name, way) for name in proteins.MODULES for way in proteins.WAYS]
+    assert all(row[7] != "-" for row in cells if row[1] == "ours"), "the library did not run"
+    ours = proteins.ours
+    monkeypatch.setitem(proteins.WAYS, "ours", lambda q, *others: 1.01 * ours(q, *others))
+    assert proteins.main([*arguments, "--modules", "boltz tokens"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert torch.get_float32_matmul_precision() == "highest"

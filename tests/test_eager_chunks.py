@@ -8,12 +8,13 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import FLOOR, RATIO, error
+from accuracy import error
 from dispatched import Products
 from torch import Tensor
 
 from flash_dmattn.reference import chunks, eager, formula, tiles
 from flash_dmattn.reference.dropout import Dropout
+from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 INF = math.inf
 B, HK, HQ, LQ, LK, D, DV = 2, 2, 4, 11, 13, 4, 3

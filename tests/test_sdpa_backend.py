@@ -21,8 +21,8 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.sdpa import backend, cuda, efficient
 from flash_dmattn.dispatch import selection
-from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import NeedsGrad, SequenceSpec
+from flash_dmattn.explanation import explain_description, explain_problem
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, SequenceSpec
 from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference import formula
@@ -458,13 +458,15 @@ def test_a_fault_or_a_lack_is_a_rule(name: str) -> None:
 
 
 MASK, BIAS = {"mask": (1, 1, 1024, 1024)}, {"bias": (1, 16, 1024, 1024)}
+FP32, FP32_DBIAS = {"dtype": "fp32"}, {"dtype": "fp32", **BIAS, "grad": True, "bias_grad": True}
 ORDERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "plain": ({}, ["sdpa", "flex", "triton"]),
     "causal, groups, gradients": ({"is_causal": True, "kv_heads": 4, "grad": True}, ["sdpa", "flex", "triton"]),
     "mask": (MASK, ["flex", "triton", "sdpa"]),
     "bias": (BIAS, ["flex", "triton", "sdpa"]),
     "dbias": (BIAS | {"bias_grad": True}, ["triton", "flex", "sdpa"]),
-    "fp32": ({"dtype": "fp32"}, ["flex", "triton", "sdpa"]),
+    "fp32": (FP32, ["sdpa", "flex", "triton"]),
+    "fp32, dbias": (FP32_DBIAS, ["sdpa", "triton", "flex"]),
     "packed": (ROWS, ["triton", "sdpa", "flex"]),
     "packed, window": (ROWS | {"window_size": (64, 0)}, ["triton", "sdpa", "flex"]),
 }
@@ -474,6 +476,8 @@ ORDERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_auto_on_gpus_that_nobody_measured(name: str, device: str) -> None:
     call, order = ORDERS[name]
+    if device == "gfx942" and name.startswith("fp32"):  # torch's kernel for fp32 is not there
+        order = sorted(order, key=(["triton", "flex", "sdpa"] if "bias" in call else ["flex", "triton", "sdpa"]).index)
     explanation = explain_problem(**CALL | call | {"device": device})
     asked = [each.name for each, rules in selection.candidates(explanation.problem)]
     assert list(dict.fromkeys(x for x in asked if x in order)) == order
@@ -483,10 +487,101 @@ def test_the_order_of_auto_on_gpus_that_nobody_measured(name: str, device: str) 
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_on_hopper_sdpa_comes_after_all_kernels(name: str) -> None:
+def test_on_hopper_sdpa_comes_after_all_kernels_but_in_fp32_on_cuda_cores(name: str) -> None:
     problem = explain_problem(**CALL | ORDERS[name][0] | {"device": "sm_90"}).problem
     asked = [each.name for each, _ in selection.candidates(problem)]
     assert asked == ["cuda", "triton", "flex", "cuda", "sdpa", "eager", "reference"]
+    problem = explain_problem(q=(4, 2048, 16, 256), dtype="fp32", device="sm_90").problem
+    asked = [each.name for each, _ in selection.candidates(problem)]
+    assert asked == ["cuda", "cuda", "sdpa", "triton", "flex", "eager", "reference"]
+
+
+def with_tf32(problem: AttentionProblem) -> AttentionProblem:
+    return problem._replace(flags=problem.flags._replace(allows_tf32=True))
+
+
+OURS, TORCHS = ("triton", "triton"), ("sdpa", "sdpa")
+# On a Hopper GPU and on another one, the backends of both passes of a call in fp32 whose products take no TF32.
+IN_FP32: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[str, str]]] = {
+    "shared bias": ({"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)}, OURS, TORCHS),
+    "plain": ({"q": (4, 2048, 16, 64)}, OURS, TORCHS),
+    # Pieces of wide heads do not fit in registers.
+    "wide": ({"q": (4, 2048, 16, 256)}, TORCHS, TORCHS),
+    "wide, small": ({"q": (1, 512, 16, 256)}, OURS, TORCHS),
+    "wide, decoding": ({"q": (512, 16, 16, 256), "seqlen_k": 2048}, OURS, TORCHS),
+    # A gradient of a shared bias is made for each score first: 256 MiB are the most, unless the bias itself is larger.
+    "triangle": ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, OURS, TORCHS),
+    "larger triangle": ({"q": (257, 256, 4, 32), "bias": (1, 4, 256, 256)}, OURS, OURS),
+    "own bias": ({"q": (257, 256, 4, 32), "bias": (257, 4, 256, 256)}, OURS, TORCHS),
+    # Rules of sdpa refuse a pass; the next backend takes it.
+    "wide, lse": ({"q": (4, 2048, 16, 256), "return_lse": True}, ("sdpa", "triton"), ("sdpa", "triton")),
+    "wide, mask": ({"q": (4, 2048, 16, 256), "mask": (4, 1, 1, 2048)}, OURS, ("flex", "flex")),
+    "wide, groups": ({"q": (4, 2048, 16, 256), "kv_heads": 4}, OURS, ("flex", "flex")),
+}
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_auto_takes_the_faster_kernel_in_fp32(name: str) -> None:
+    call, on_hopper, elsewhere = IN_FP32[name]
+    for device, wanted in (("sm_90", on_hopper), ("sm_80", elsewhere), ("sm_89", elsewhere), ("sm_120", elsewhere)):
+        grad = {"grad": True, "bias_grad": "bias" in call}
+        explanation = explain_problem(**call, **grad, dtype="fp32", device=device)
+        assert (explanation.forward, explanation.backward) == wanted, device
+        (verdict,) = (x for x in explanation.verdicts if x.backend == "sdpa")
+        on_cores = device in ("sm_89", "sm_120") or name.startswith("wide")
+        why = "triton multiplies on CUDA cores here" if on_cores else f"triton is not timed on {device}"
+        leads = [f"auto asks it first in float32, because {why}" in note for note in verdict.notes]
+        assert any(leads) == (wanted == TORCHS)
+        allowed = explain_description(with_tf32(explanation.problem), "auto")
+        assert allowed.forward == ("triton" if device == "sm_90" or "bias" in call else "flex")
+
+
+HOW = {
+    (False, "sm_90", 64): "by three products of float16 on tensor cores, with the error of float32",
+    (False, "sm_80", 128): "by three products of float16 on tensor cores, with the error of float32",
+    (False, "sm_90", 256): "on CUDA cores: head dims are above 128",
+    (False, "sm_89", 64): "on CUDA cores: pieces of 16 bits gain nothing on sm_89",
+    (True, "sm_90", 64): "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5",
+    (True, "sm_89", 64): "in TF32 on tensor cores, with a relative error of about 1e-3",
+}
+
+
+@pytest.mark.parametrize("allows, device, dim", HOW)
+def test_explain_says_how_fp32_is_multiplied(allows: bool, device: str, dim: int) -> None:
+    problem = explain_problem(q=(4, 1024, 16, dim), dtype="fp32", device=device).problem
+    explanation = explain_description(with_tf32(problem) if allows else problem, "triton")
+    (verdict,) = (x for x in explanation.verdicts if x.backend == "triton")
+    setting = f"torch's float32 matmul precision is {'high' if allows else 'highest'!r}"
+    assert verdict.notes == (f"multiplies in float32 {HOW[allows, device, dim]} ({setting})",)
+
+
+def test_a_call_in_fp32_goes_on_where_sdpa_is_switched_off() -> None:
+    with flash_dmattn.config(disabled="sdpa"):
+        for device, wanted in (("sm_90", "triton"), ("sm_80", "flex")):
+            assert explain_problem(q=(4, 2048, 16, 64), dtype="fp32", device=device, grad=True).backward == wanted
+
+
+# AlphaFold's models keep their pair bias in fp32 beside 16 bits: no pass goes to a backend of last resort, none to flex
+# beside a gradient of the bias, and the extension does not split the call.
+BIAS_IN_FP32: dict[str, dict[str, Any]] = {
+    "shared": {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)},
+    "own": {"q": (4, 2048, 16, 64), "bias": (4, 16, 2048, 2048)},
+    "odd": {"q": (8, 509, 16, 64), "bias": (1, 16, 509, 509)},
+    "wide": {"q": (4, 2048, 16, 256), "bias": (1, 16, 2048, 2048)},
+    "masked": {"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256), "mask": (256, 1, 1, 256)},
+    "packed": {**ROWS, "bias": (1, 16, 1024, 1024)},
+    "dropout": {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512), "dropout_p": 0.1},
+    "fixed order": {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512), "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name", BIAS_IN_FP32)
+def test_a_bias_in_fp32_beside_16_bits_stays_on_triton(name: str, device: str) -> None:
+    for dtype in ("bf16", "fp16"):
+        call = {**BIAS_IN_FP32[name], "dtype": dtype, "bias_dtype": "fp32", "device": device}
+        explanation = explain_problem(**call, grad=True, bias_grad=True)
+        assert (explanation.forward, explanation.backward) == ("triton", "triton")
 
 
 def chosen(**call: Any) -> tuple[str | None, str | None]:
@@ -557,7 +652,12 @@ def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes(device="sm_80") == ("runs FlashAttention-2 of torch",)
     monkeypatch.setattr(torch.nn.attention, impl, lambda: "FA4", raising=False)
     assert notes(device="sm_90") == ("runs FA4 of torch",)
-    assert notes(device="sm_80", dtype="fp32") == ("runs torch's memory-efficient attention",)
+    efficient, products = "runs torch's memory-efficient attention", " by three products of TF32 on tensor cores"
+    assert notes(device="sm_80", dtype="fp32") == (
+        f"{efficient}{products}; auto asks it first in float32, because triton is not timed on sm_80",
+    )
+    assert notes(device="sm_90", dtype="fp32", q=(1, 512, 16, 64)) == (efficient + products,)
+    assert notes(device="sm_80", **BIAS) == (efficient,)
     assert notes(device="cpu", **MASK) == ("adds the mask to the scores, as 2.0 MB of bfloat16",)
 
 

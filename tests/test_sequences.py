@@ -13,7 +13,7 @@ from typing import Any
 import draws
 import pytest
 import torch
-from accuracy import FLOOR, RATIO, chance_by_weights, error, probabilities
+from accuracy import chance_by_weights, error, probabilities
 from cases import DEVICE
 from conftest import Runner, refusal_of
 from sequence_calls import LEAVES, ON_GPU, SequenceCall, assert_accurate, draw, expected, run, spoiled
@@ -29,6 +29,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
+from flash_dmattn.reference.yardstick import FLOOR, RATIO
 from flash_dmattn.sequences import append_to_cache
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))

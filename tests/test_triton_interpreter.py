@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp32_cases
 import pytest
 from cases import DEVICE
 from conftest import needs_triton
@@ -73,6 +74,13 @@ def test_lines_that_random_calls_may_miss(name: str) -> None:
 )
 def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
     assert "2 passed, 0 failed" in interpret("interpreted_triton.py", "leading", name)
+
+
+@pytest.mark.parametrize("how", (("fp16x3", "made"), ("fp16x3", "stored"), ("bf16x6", "made")), ids=" ".join)
+def test_fp32_on_pieces_keeps_its_accuracy(how: tuple[str, str]) -> None:
+    """With products as tensor cores add them: one sum over all tiles, or a piece too few, is further off."""
+    number = len(fp32_cases.CASES) - how[0].startswith("bf16")
+    assert f"{number} passed, 0 failed" in interpret("interpreted_triton.py", "fp32", *how)
 
 
 @pytest.mark.parametrize("what", ("strides", "entries"))

@@ -12,9 +12,11 @@ from conftest import needs_triton
 import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton.backend import BACKEND
+from flash_dmattn.call import prepare_call
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, RawFlags
 from flash_dmattn.problem.inputs import Inputs
+from flash_dmattn.validation import describe
 
 pytestmark = needs_triton
 
@@ -111,7 +113,8 @@ def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> N
     statement, wanted = SETTINGS[setting]
     exec(statement, {"torch": torch})
     q = torch.zeros(1, 4, 1, 16)
-    assert Call(q, q, q, MaskView(), None, Flags(-1, -1, 0.25, 0.0, False)).precision == wanted
+    problem, *_ = describe(prepare_call(q, q, q, None, None, None, None, RawFlags()))
+    assert Call(q, q, q, MaskView(), None, problem.flags).precision == wanted
 
 
 @pytest.mark.parametrize("reorder", [False, True])

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .bias_forms import ROW_BIAS, load_bias
 from .dropout import is_kept
+from .pieces import load_pieces, product_of_rows
 from .scores import probabilities, scaled, score_gradients, sink_logits
 from .sequences import (
     NO_SEQUENCES,
@@ -36,7 +37,6 @@ from .tile_ops import (
     in_band,
     load_bools,
     load_low_delta,
-    load_tile,
     mask_head,
     reader_of,
 )
@@ -184,15 +184,15 @@ def backward_bias_kernel(
             dout_at = rows_from(dout, dout_strides, at.first_q, SEQUENCES)
             lse_rows = tl.load(row_lse + statistics + rows, mask=is_row, other=float("inf"))
             low_rows, d = load_low_delta(low_delta, delta, statistics + rows, is_row)
-            q_tile = load_tile(
-                q_at, q_strides, at.b_q, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
-                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
+            q_pieces = load_pieces(
+                q_at, q_strides, shape.batch, at.b_q, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
+                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
             )  # fmt: skip
-            k_tile = load_tile(
-                k_at, k_strides, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
+            k_pieces = load_pieces(
+                k_at, k_strides, shape.batch, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             s = tl.fma(s, factor, bias_tile.to(tl.float32)) if BIASED else s * factor
             allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
@@ -208,15 +208,17 @@ def backward_bias_kernel(
             s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
             p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
-            v_tile = load_tile(
-                v_at, v_strides, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
-                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            v_pieces = load_pieces(
+                v_at, v_strides, shape.batch, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k,
+                dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
             )  # fmt: skip
-            g_tile = load_tile(
-                dout_at, dout_strides, at.b_q, h, first, rows, entry_shape.seqlen_q, dims_v, shape.head_dim_v,
-                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            g_pieces = load_pieces(
+                dout_at, dout_strides, shape.batch, at.b_q, h, first, rows, entry_shape.seqlen_q,
+                dims_v, shape.head_dim_v,
+                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(g_pieces, v_pieces, PRECISION)
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .bias_forms import spread, values_of_tile
 from .dropout import is_kept
+from .pieces import load_pieces, product_of_rows
 from .scores import probabilities, scaled, score_gradients, sink_logits
 from .tile_ops import (
     DENSE,
@@ -23,7 +24,6 @@ from .tile_ops import (
     in_band,
     load_bools,
     load_low_delta,
-    load_tile,
     mask_head,
     reader_of,
 )
@@ -131,15 +131,15 @@ def backward_diagonals_kernel(
             row_ok = rows < shape.seqlen_q
             lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
             low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
-            q_tile = load_tile(
-                q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
+            q_pieces = load_pieces(
+                q, q_strides, shape.batch, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
             )  # fmt: skip
-            k_tile = load_tile(
-                k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
+            k_pieces = load_pieces(
+                k, k_strides, shape.batch, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, True)
             s = tl.fma(s, factor, values)
             if EDGES:
@@ -155,15 +155,15 @@ def backward_diagonals_kernel(
                 s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
             p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, low_delta is not None)
-            v_tile = load_tile(
-                v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            v_pieces = load_pieces(
+                v, v_strides, shape.batch, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
             )  # fmt: skip
-            g_tile = load_tile(
-                dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
-                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            g_pieces = load_pieces(
+                dout, dout_strides, shape.batch, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(g_pieces, v_pieces, PRECISION)
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)

@@ -32,6 +32,7 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
+from .pieces import add_product, load_pieces, product_of_rows
 from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at
 from .tile_ops import (
@@ -45,7 +46,6 @@ from .tile_ops import (
     TILES,
     block_at,
     load_low_delta,
-    load_tile,
     mask_head,
     queries_of_keys,
 )
@@ -184,13 +184,13 @@ def backward_keys_kernel(
             first_key = tl.load(data + first_key)
             last_key = tl.load(data + last_key)
         key_ok = keys < shape.seqlen_k
-        k_tile = load_tile(
-            k, k_strides, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
-            BLOCK_N, BLOCK_D, False, True, True, PAD_D,
+        k_pieces = load_pieces(
+            k, k_strides, shape.batch, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+            BLOCK_N, BLOCK_D, False, True, True, PAD_D, PRECISION,
         )  # fmt: skip
-        v_tile = load_tile(
-            v, v_strides, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-            BLOCK_N, BLOCK_DV, False, True, True, PAD_DV,
+        v_pieces = load_pieces(
+            v, v_strides, shape.batch, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+            BLOCK_N, BLOCK_DV, False, True, True, PAD_DV, PRECISION,
         )  # fmt: skip
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -233,14 +233,14 @@ def backward_keys_kernel(
                         )  # fmt: skip
                     rows = first + tl.arange(0, BLOCK_M)
                     row_ok = rows < shape.seqlen_q
-                    q_tile = load_tile(
-                        q, q_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-                        BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
+                    q_pieces = load_pieces(
+                        q, q_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                        BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
                     )  # fmt: skip
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
                     # delta is loaded early, to have arrived when ds needs it. Pairs take as many loads as delta alone.
                     low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
-                    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                    s = product_of_rows(k_pieces, q_pieces, PRECISION)
                     s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
                     if not IS_FLAT:
                         s = add_bias(
@@ -271,14 +271,15 @@ def backward_keys_kernel(
                             BLOCK_M, BLOCK_N, MASK == KEYS, 0,
                         )  # fmt: skip
                         weights = tl.where(kept, p, 0.0)
-                    g_tile = load_tile(
-                        dout, dout_strides, at.b_q, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
-                        BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+                    g_pieces = load_pieces(
+                        dout, dout_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q,
+                        dims_v, shape.head_dim_v,
+                        BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
                     )  # fmt: skip
                     if NEED_V:
-                        acc_dv = tl.dot(weights.to(g_tile.dtype), g_tile, acc_dv, input_precision=PRECISION)
+                        acc_dv = add_product(acc_dv, weights, g_pieces, PRECISION)
                     if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:
-                        dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+                        dp = product_of_rows(v_pieces, g_pieces, PRECISION)
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
                         ds, _ = score_gradients(p, dp, d, at.few, 0, FEW_KEYS, SEQUENCES)
@@ -292,11 +293,11 @@ def backward_keys_kernel(
                             if SOFTCAP:
                                 ds = ds * slope
                             if NEED_K:
-                                acc_dk = tl.dot(ds.to(q_tile.dtype), q_tile, acc_dk, input_precision=PRECISION)
-                            if ONE_PASS:
+                                acc_dk = add_product(acc_dk, ds, q_pieces, PRECISION)
+                            if ONE_PASS:  # in 16 bits alone
                                 if is_one_tile:
-                                    ds_rows = tl.trans(ds.to(k_tile.dtype))
-                                    dq_tile = tl.dot(ds_rows, k_tile, input_precision=PRECISION) * scale
+                                    ds_rows = tl.trans(ds.to(k_pieces[0].dtype))
+                                    dq_tile = tl.dot(ds_rows, k_pieces[0], input_precision=PRECISION) * scale
                                     store_dq(dq, dq_tile, at.row_q, rows, h, shape, dims)
             if ONE_PASS:
                 if is_one_tile:  # zeros for rows that see no key

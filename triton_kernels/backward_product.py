@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import EDGE, INSIDE, block_at, keys_of_queries, load_tile, mask_head
+from .pieces import add_product, load_pieces
+from .tile_ops import EDGE, INSIDE, block_at, keys_of_queries, mask_head
 
 
 @triton.jit
@@ -62,16 +63,16 @@ def backward_product_kernel(
         for step in range(0, steps):
             place = block_at(step, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
-            k_tile = load_tile(
-                k, k_strides, b, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
+            k_pieces = load_pieces(
+                k, k_strides, shape.batch, b, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION,
             )  # fmt: skip
             if BIAS_TMA:
                 ds = dbias.load([b.to(tl.int32), h, first, place]).reshape(BLOCK_M, BLOCK_N)
             else:
                 stored = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
                 ds = tl.load(dbias + lines + keys[None, :], mask=stored, other=0.0)
-            acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
+            acc_dq = add_product(acc_dq, ds, k_pieces, PRECISION)
     place = ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
     stored = row_ok[:, None] & (dims < shape.head_dim)[None, :]
     tl.store(dq + place, (acc_dq * scale).to(dq.dtype.element_ty), mask=stored)

@@ -19,9 +19,10 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
+from .pieces import add_product, load_pieces, product_of_rows
 from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, entry_of_tile, mask_from, place_of, rows_from, tiles_of_queries
-from .tile_ops import EDGE, INSIDE, KEYS, LOG2E, NEAR, block_at, keys_of_queries, load_low_delta, load_tile, mask_head
+from .tile_ops import EDGE, INSIDE, KEYS, LOG2E, NEAR, block_at, keys_of_queries, load_low_delta, mask_head
 
 
 @triton.jit
@@ -106,13 +107,13 @@ def backward_queries_kernel(
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
-    q_tile = load_tile(
-        q, q_strides, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-        BLOCK_M, BLOCK_D, False, True, True, PAD_D,
+    q_pieces = load_pieces(
+        q, q_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+        BLOCK_M, BLOCK_D, False, True, True, PAD_D, PRECISION,
     )  # fmt: skip
-    g_tile = load_tile(
-        dout, dout_strides, at.b_q, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
-        BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
+    g_pieces = load_pieces(
+        dout, dout_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+        BLOCK_M, BLOCK_DV, False, True, True, PAD_DV, PRECISION,
     )  # fmt: skip
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
     BIASED: tl.constexpr = BIAS > ROW_BIAS
@@ -146,11 +147,11 @@ def backward_queries_kernel(
                 window = values_of_tile(
                     bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
                 )
-            k_tile = load_tile(
-                k, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
+            k_pieces = load_pieces(
+                k, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             if not IS_FLAT:
                 s = add_bias(
@@ -170,18 +171,18 @@ def backward_queries_kernel(
                 )
             else:
                 p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
-            v_tile = load_tile(
-                v, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV,
+            v_pieces = load_pieces(
+                v, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION,
             )  # fmt: skip
-            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = product_of_rows(g_pieces, v_pieces, PRECISION)
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
             ds, d = score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)
             if SOFTCAP:
                 ds = ds * slope
-            acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
+            acc_dq = add_product(acc_dq, ds, k_pieces, PRECISION)
     if LOW_LAST and not FEW_KEYS:
         low_rows, _ = load_low_delta(low_delta, delta, statistics + rows, row_ok)
         acc_dq = acc_dq * tl.math.exp2(low_rows)[:, None]

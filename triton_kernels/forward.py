@@ -30,6 +30,7 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
+from .pieces import add_product, load_pieces, product_of_rows, split
 from .scores import exp_of, log_sums, masked_scores, scaled
 from .sequences import (
     NO_SEQUENCES,
@@ -59,6 +60,26 @@ from .tile_ops import (
     store_lse,
 )
 from .tree_mask import keys_of_trees
+
+
+@triton.jit
+def load_key_pieces(
+    x, table, layout, strides, batch, b, h, place, keys, num_keys, dims, num_dims,
+    SEQUENCES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr, column,
+):  # fmt: skip
+    """Load the rows of a block of keys as pieces, wherever they lie."""
+    if SEQUENCES == NO_SEQUENCES and PRECISION != "ieee" and PRECISION != "tf32":
+        return load_pieces(
+            x, strides, batch, b, h, place, keys, num_keys, dims, num_dims,
+            BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD, PRECISION,
+        )  # fmt: skip
+    else:
+        tile = load_keys(
+            x, table, layout, strides, b, h, place, keys, num_keys, dims, num_dims,
+            SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD, column,
+        )  # fmt: skip
+        return split(tile, PRECISION)
 
 
 @triton.jit
@@ -203,6 +224,7 @@ def forward_kernel(
     if NEGATIVE:
         # Exact. The scale is then >= 0, so that the largest product of a row is also its largest score.
         q_tile = -q_tile
+    q_pieces = split(q_tile, PRECISION)
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
@@ -248,11 +270,11 @@ def forward_kernel(
                 window = values_of_tile(
                     bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
                 )
-            k_tile = load_keys(
-                k, table, layout, k_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D,
+            k_pieces = load_key_pieces(
+                k, table, layout, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                dims, shape.head_dim, SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION, 0,
             )  # fmt: skip
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
             MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == EDGE
             if MAKES_SCORES and not IS_FLAT:
@@ -283,11 +305,12 @@ def forward_kernel(
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 p = tl.where(kept, p, 0.0)
             acc_o = acc_o * rescale[:, None]
-            v_tile = load_keys(
-                v, table, layout, v_strides, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, column,
+            v_pieces = load_key_pieces(
+                v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV,
+                PRECISION, column,
             )  # fmt: skip
-            acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
+            acc_o = add_product(acc_o, p, v_pieces, PRECISION)
             row_max = new_max
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)

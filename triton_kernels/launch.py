@@ -16,7 +16,7 @@ from flash_dmattn.remembered import Remembered
 from . import plan_sequences
 from .kernel_launch import on_device
 from .kernel_launch import run_on as run_on
-from .plan import MOST_FEW_KEYS, Call, takes_tf32
+from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 from .plan_sequences import SequenceCall
@@ -126,9 +126,9 @@ on_change.append(plans.clear)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return all that decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
+    """Return what tensors decide of a launch: device, and shape, strides, dtype and alignment of each."""
     parts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, *others)]
-    return (q.get_device(), takes_tf32(q.dtype), *parts)
+    return (q.get_device(), *parts)
 
 
 def tensors_of(x: Inputs) -> tuple[Any, ...]:

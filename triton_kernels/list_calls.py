@@ -28,8 +28,9 @@ from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
-from .plan import MOST_FEW_KEYS, precision_of_products
+from .plan import MOST_FEW_KEYS
 from .plan_forward import empty_parts, num_key_shares, plan_combine
+from .precision import whole_precision
 from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile
@@ -66,6 +67,7 @@ class ListFlags(NamedTuple):
     head_dim_v: int
     list_repeat: int = 1
     value_repeat: int = 1
+    allows_tf32: bool = False
 
 
 class ListCall:
@@ -156,7 +158,7 @@ class ListCall:
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
             "WIDE": span > 2**31 - 1,
-            "PRECISION": precision_of_products(q.dtype, self.arch),
+            "PRECISION": whole_precision(q.dtype, self.arch, flags.allows_tf32),
         }
 
     @property

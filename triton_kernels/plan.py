@@ -16,29 +16,19 @@ from .bias_forms import ROW_BIAS, TILE_BIAS, form_of, has_flat_blocks
 from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
+from .plan_packed import packed_strides
+from .precision import MOST_FEW_ROWS, precision_of
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
 from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
-from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
+from .tile_table import Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
-
-
-def takes_tf32(dtype: torch.dtype) -> bool:
-    """Return whether products of this dtype use TF32: only for fp32, where torch allows it.
-
-    It reads `fp32_precision`, because the older `allow_tf32` raises once the newer setting was used. Other dtypes skip
-    the question, which would be the most expensive part of a launch's key.
-    """
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def precision_of_products(dtype: torch.dtype, arch: str) -> str:
-    """Return "tf32" or "ieee", as kernels get it. Triton has no TF32 for gfx950, whose hardware lacks it."""
-    return "tf32" if takes_tf32(dtype) and arch != "gfx950" else "ieee"
+# From so many queries and keys, and so many pairs of all heads on, pieces of fp32 are stored: docs/notes/triton.md.
+LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 512, 2**24
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -114,13 +104,20 @@ class Call:
         self.score_scale = scale / softcap if softcap > 0 else scale if self.is_biased else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.precision = precision_of_products(q.dtype, self.arch)
+        self.allows_tf32 = flags.allows_tf32
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
+        self.packed: frozenset[str] = frozenset()  # which of q, k, v and dout kernels read as stored pieces
 
     @property
     def is_biased(self) -> bool:
         """Return whether a bias adds to scores; one of one value per query moves lse alone."""
         return self.bias_kind > ROW_BIAS.value
+
+    @property
+    def precision(self) -> str:
+        """Return the word of the products of all kernels: see `precision.py`."""
+        head_dim = max(self.shape.head_dim, self.shape.head_dim_v)
+        return precision_of(self.q.dtype, self.arch, head_dim, self.has_few_rows, self.allows_tf32)
 
     @property
     def has_wide_heads(self) -> bool:
@@ -202,6 +199,7 @@ class Call:
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
+        kinds |= {"precision": self.precision_of(kernel), "stored": bool(self.packed)}
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
         tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
@@ -212,12 +210,13 @@ class Call:
         return tile
 
     def _takes_tensor_cores(self, kernel: str) -> bool:
-        return self.q.dtype != torch.float32 or self.precision_of(kernel) == "tf32"
+        return self.q.dtype != torch.float32 or self.precision_of(kernel) != "ieee"
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
-        fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        return self.precision if fits else "ieee"
+        """Return the word of the products of a kernel: TF32 only if its tiles fit in memory."""
+        word = self.precision
+        fits = word != "tf32" or tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
+        return word if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any
@@ -229,7 +228,7 @@ class Call:
     def values(self) -> dict[str, Any]:
         """Name the numbers and constants that several kernels take; a kernel may overrule some."""
         return {
-            **row_strides(q=self.q, k=self.k, v=self.v),
+            **self.row_strides(q=self.q, k=self.k, v=self.v),
             "bias_strides": self.bias_strides(),
             "mask_strides": self.mask_strides(),
             "shape": self.shape,
@@ -263,6 +262,23 @@ class Call:
             "extent": self.extent,
             "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind),
         }
+
+    @property
+    def packs_pieces(self) -> bool:
+        """Return whether pieces of rows are made once and stored, which pays where many tiles read them.
+
+        Not of sequences, whose rows lie in other ways.
+        """
+        if self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
+            return False
+        seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
+        is_long = min(seqlen_q, seqlen_k) >= LEAST_TO_PACK
+        return is_long and self._heads * seqlen_q * seqlen_k >= LEAST_PAIRS_TO_PACK
+
+    def row_strides(self, **tensors: Tensor) -> dict[str, Strides]:
+        """Return the strides of (B, L, H, D) tensors, or of their pieces, under the names that kernels give them."""
+        strides = {name: packed_strides(x) for name, x in tensors.items() if name in self.packed}
+        return {**row_strides(**tensors), **{f"{name}_strides": Strides(*each) for name, each in strides.items()}}
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
         if self.mask.form == "dense":
@@ -298,7 +314,7 @@ class Call:
 
     def wide(self, *tensors: Tensor) -> bool:
         """Return whether offsets within one head of these tensors, or of the bias or a bool mask, need 64 bits."""
-        spans = [x.shape[1] * x.stride(1) for x in tensors]
+        spans = [x.shape[1] * (packed_strides(x)[1] if self.packed else x.stride(1)) for x in tensors]
         for x in (self.bias, self.mask.dense):
             if x is not None:
                 spans.append(sum(n * stride for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))

@@ -25,6 +25,7 @@ from .backward_queries import backward_queries_kernel
 from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
+from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
 from .sequences import NO_SEQUENCES
@@ -43,6 +44,8 @@ _LEAST_DIAGONAL = 32
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
+    call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces else ())
+    pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed else None
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     by_distance = need_bias and call.extent is not None
@@ -75,6 +78,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
+        if pack is not None:
+            packed_k, packed_v, packed_q, packed_dout = pack(k, v, q, dout)
+            read = (packed_q, packed_k, packed_v, bias, packed_dout, *read[5:])
         delta = read[-1]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
@@ -83,12 +89,12 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, read_sink, None, dropout)
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask, read_sink, None, dropout, None)
+            dk, dv, dbias = keys_of(read, mask, read_sink, None, dropout, None, (k, v))
         if queries_of is not None:
             dq = new_q(q)
             queries_of(read, mask, read_sink, None, dropout, dq)
         elif product_of is not None:
-            dq = product_of(q, k, dbias, mask)
+            dq = product_of(q, read[1], dbias, mask)
         if diagonals_of is not None:
             dbias = diagonals_of(read, mask, read_sink, dropout, dbias)
         elif bias_of is not None:
@@ -196,7 +202,7 @@ def plan_keys(
         grid_tiles * entries * owners,
         tile,
         descriptors,
-        **row_strides(dout=dout),
+        **call.row_strides(dout=dout),
         bias_strides=call.bias_strides(bias_tma),
         mask_strides=call.mask_strides(columns=True),
         owners=owners,
@@ -245,8 +251,10 @@ def plan_keys(
         bounds: Tensor | None,
         dropout: Tensor | None,
         dq: Tensor | None,
+        like: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        _, k, v, bias = read[:4]
+        k, v = like or read[1:3]  # what dk and dv are like, where `read` has pieces
+        bias = read[3]
         dk = new_k(k) if need_k else None
         dv = new_v(v) if need_v else None
         dbias = new_bias(bias) if new_bias is not None else None
@@ -296,7 +304,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         tiles * call.shape.num_heads,
         tile,
         descriptors,
-        **row_strides(dout=dout),
+        **call.row_strides(dout=dout),
         bias_strides=call.bias_strides(bias_tma),
         TMA=tma,
         BIAS_TMA=bias_tma,
@@ -363,7 +371,7 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         tiles * owners * slots,
         tile,
         descriptors,
-        **row_strides(dout=dout),
+        **call.row_strides(dout=dout),
         bias_batch=bias.shape[0],
         bias_heads=bias.shape[1],
         chunk=chunk,
@@ -421,7 +429,7 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
         owners * diagonals * parts,
         tile._replace(block_m=block, block_n=block),
         descriptors,
-        **row_strides(dout=dout),
+        **call.row_strides(dout=dout),
         bias_batch=values.shape[0],
         bias_heads=values.shape[1],
         first_diagonal=first_diagonal,

@@ -16,6 +16,7 @@ from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch, by_name
 from .plan import Call, num_kv_splits, read_of
+from .plan_packed import plan_pieces
 from .tile_ops import KEYS, TILES, Shape
 from .tile_table import Tile
 
@@ -29,6 +30,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """Plan out and lse of one class of calls: run(x, out, lse)."""
+    call.packed = frozenset(("k", "v") if call.packs_pieces else ())
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     parts = call.column_parts(tile)
@@ -68,10 +70,12 @@ def run_in_shares(
     """Plan what follows the launch of the forward kernel: shares of the keys are combined, to out of this shape, and
     rows of no sequence filled."""
     combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
+    pack = plan_pieces(call.precision, call.k, call.v) if call.packed else None
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         made = (out, lse, x.sink) if combine is None else (*empty_parts(splits, out, lse), None)
-        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
+        k, v = (x.k, x.v) if pack is None else pack(x.k, x.v)
+        launch(x.q, k, v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
         if combine is not None:
             combine(*made[:2], out, lse, x.sink)
         if fill is not None and x.sequences is not None:

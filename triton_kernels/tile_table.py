@@ -8,6 +8,7 @@ import torch
 
 from .bias_forms import BANDED, CLAMPED, DISTANCES, NO_BIAS, TILE_BIAS
 from .gpus import KIB, shared_bytes
+from .precision import MOST_FEW_ROWS, runs_on_pieces
 from .preferred_tiles import preferred
 from .tile_ops import BAND, KEYS, TILES
 
@@ -139,7 +140,6 @@ _SM90_KEYS = {
 # It reads k and v through pointers. With narrow blocks of keys two or three programs fit on an SM, with wide blocks
 # one. On an H100 with 32 heads on 8, D128: 8 x 8192 keys take 0.1039 ms narrow in two shares; 64 x 4096 keys take
 # 0.3616 ms wide and 0.3826 ms narrow.
-MOST_FEW_ROWS = 16
 _SM90_FEW_ROWS = {
     "narrow": {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 3)},
     "wide": {64: Tile(MOST_FEW_ROWS, 256, 4, 3), 128: Tile(MOST_FEW_ROWS, 128, 4, 3)},
@@ -167,6 +167,18 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
+# fp32 as pieces of 16 bits on tensor cores, in ms: calls af3 8,16,512,48 with a shared bias, plain 4,16,2048,64, with
+# stored pieces.
+_PIECES = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
+    # af3 0.254 made in the kernel, plain 1.105; 0.279 and 1.198 for 32x64, 1.164 for 64x128 at 8 warps
+    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 1)},  # af3 0.128, plain 0.685; 0.140 and 0.759 for 64x32
+    "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
+    "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
+}
+# The forward kernel on stored pieces without a bias of one value per score.
+_PIECES_STORED = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)}  # plain 0.545; 0.606 with two stages
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
 # but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
 # need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
@@ -366,6 +378,8 @@ def tile_of(
     bias: int,
     bias_tma: bool,
     few_rows: Literal["narrow", "wide"] | None = None,
+    precision: str = "ieee",
+    stored: bool = False,
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
@@ -376,7 +390,12 @@ def tile_of(
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
         few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
+        precision: the word of the products.
+        stored: whether kernels read stored pieces.
     """
+    if runs_on_pieces(precision):
+        by_score = bias in READ_BY_SCORE
+        return _row(_PIECES_STORED if kernel == "forward" and stored and not by_score else _PIECES[kernel], block_d)
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
         return own

@@ -33,8 +33,9 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 def _performance(content: Record) -> list[str]:
     rows = content["rows"]
     lines = [
-        "Median milliseconds, bf16. Overview: forward / backward with the mask as a bool tensor, and what a system",
-        "makes of it timed; `*` marks results that are wrong, `-` what was not timed: the tables below say why.",
+        "Median milliseconds, bf16 where a call is not in fp32. Overview: forward / backward with the mask as a bool",
+        "tensor, and what a system makes of it timed; `*` marks results that are wrong, `-` what was not timed: the",
+        "tables below say why.",
         "Auto, mask prepared: what `auto` takes, with the mask made beforehand.",
         "docs/benchmarks.md says how all of it is measured.",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Record = dict[str, Any]
@@ -75,7 +76,9 @@ def _performance(record: Record) -> list[str]:
             memory = "" if column["peak_mb"] is None else f"{mb(column['peak_mb'])} MB"
             first = column["first_call_s"]
             compiled = "" if first is None or first < 1 else f"first call {first:.0f} s "
-            lines.append(f"{name:26}{times} ms  {memory:10} {compiled}{wrong}{column['reason']}".rstrip())
+            worst = max((math.inf if x is None else x for x in column["errors"].values()), default=None)
+            off = "" if worst is None else f"error {worst:.1e} "
+            lines.append(f"{name:26}{times} ms  {memory:10} {off}{compiled}{wrong}{column['reason']}".rstrip())
     if "seconds" in record:
         lines.append("seconds: " + ", ".join(f"{name} {x:.1f}" for name, x in record["seconds"].items()))
     return lines

@@ -158,7 +158,7 @@ def check(trial: Trial, exact: Results, limits: dict[str, float], inputs: Inputs
         return column
     measured = errors(trial.results, exact)
     column["errors"] = finite(measured)
-    column["wrong"] = wrong(measured, limits, trial.system.ours)
+    column["wrong"] = wrong(measured, limits, trial.system.ours, inputs.q.dtype)
     trial.results = {}
     if trial.failed:
         return column

@@ -6,7 +6,8 @@ import gc
 import sys
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -108,6 +109,17 @@ def stream_of(device: torch.device) -> AbstractContextManager[object]:
     The case must not change its stream: autograd binds leaves to the stream of their first use.
     """
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def precision_of(case: Case) -> Iterator[None]:
+    """Have torch allow TF32 in fp32 as the case says."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if case.allows_tf32 else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def forget(device: torch.device) -> None:

@@ -41,6 +41,8 @@ def missing(device: torch.device) -> str:
 
 def needs(case: Case, device: torch.device) -> Needs:
     """Return what the system refuses of a case, as of version 4.0.0b36."""
+    if case.dtype == "fp32":
+        return Needs("its kernels take 16 bits")
     if case.mask is not None or case.bias is not None:
         return Needs("its kernels take neither a mask tensor nor a bias with a gradient")
     if any(dim % 8 or not 8 <= dim <= 256 for dim in (case.head_dim, case.value_dim)):

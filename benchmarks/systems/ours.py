@@ -1,6 +1,6 @@
 """Our backends as columns: each by name, `cuda` with the backward pass of `triton` where it has none for a call.
 
-On a CPU there is also what "auto" takes; on a GPU that is one of the others.
+There is also what "auto" takes, but on a GPU only where that is none of the others.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     return Needs("", backward, lse, (name, name))
 
 
+def auto_has_a_row(case: Case, device: torch.device) -> bool:
+    """Return whether a row of another name shows what "auto" takes for a case."""
+    return set(needs(AUTO, case, device).backends) <= set(NAMES)
+
+
 def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
     """Return every rule of a backend that some passes of a call break, in words."""
     return "; ".join(str(reason) for reason in BACKENDS[name].broken_rules(problem, passes))
@@ -53,7 +58,7 @@ def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...])
 
 def missing(name: str, device: torch.device) -> str:
     if name == AUTO:
-        return "" if device.type == "cpu" else "the backend that it takes has a row"
+        return ""
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
     return BACKENDS[name].probe().reason

@@ -56,6 +56,8 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
 
 def needs(case: Case, device: torch.device) -> Needs:
     """It takes every tensor of a bias; what it gets wrong shows when it is checked."""
+    if case.dtype == "fp32":
+        return Needs("its kernels take 16 bits")
     if case.bias == "hd":
         return Needs("a bias by distance would be a tensor of all scores")
     return Needs(lse_refusal="it is not returned")

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .._version import __version__
-from ..backends.sdpa.backend import runs_flash
+from ..backends.sdpa.backend import leads_in_fp32, runs_flash
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes
@@ -421,7 +421,8 @@ def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
 
     It comes from what is published of these kernels there, and from our figures on Hopper.
     """
-    return _order(runs_flash(problem), problem.needs_grad.bias, problem.sequences is not None)
+    order = _order(runs_flash(problem), problem.needs_grad.bias, problem.sequences is not None)
+    return ("sdpa", *[name for name in order if name != "sdpa"]) if leads_in_fp32(problem) else order
 
 
 def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:

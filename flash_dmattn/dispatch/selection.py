@@ -12,6 +12,7 @@ import torch
 from ..backends.cuda.backend import BACKEND as cuda
 from ..backends.protocol import Backend, Direction, Reason, Rule, all_hold
 from ..backends.sdpa.backend import BACKEND as sdpa
+from ..backends.sdpa.backend import leads_in_fp32
 from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
@@ -283,18 +284,22 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
       faster than eager PyTorch.
     * On Hopper: cuda comes a second time, without its preferences, before sdpa or the last resort. Most preferences
       leave a call to triton because that is faster, but triton may be disabled or not work.
+    * In fp32 sdpa may come before triton on any of them: see `leads_in_fp32`.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
     names = list(table)
-    is_unmeasured = False
-    if problem.device == "cuda" and (problem.arch != "sm_90" or goes_by_profile(problem)):
-        is_unmeasured = judged is None
+    is_built_in = problem.arch == "sm_90" and not goes_by_profile(problem)
+    is_unmeasured = problem.device == "cuda" and not is_built_in and judged is None
+    order: tuple[str, ...] = ()
+    if problem.device == "cuda" and not is_built_in:
         order = usual_order(problem) if judged is None else judged.order
-        places = [place for place, name in enumerate(names) if name in order]
-        for place, name in zip(places, (name for name in order if name in table), strict=True):
-            names[place] = name
-    asks_cuda_again = problem.arch == "sm_90" and not goes_by_profile(problem) and cuda.name in table
+    elif leads_in_fp32(problem):
+        order = (sdpa.name, *(name for name in names if name in (triton.name, "flex")))
+    places = [place for place, name in enumerate(names) if name in order]
+    for place, name in zip(places, (name for name in order if name in table), strict=True):
+        names[place] = name
+    asks_cuda_again = is_built_in and cuda.name in table
     asked: list[tuple[Backend, tuple[Rule, ...]]] = []
     for name in names:
         backend = table[name]

@@ -27,8 +27,8 @@ from .slices import HeadGroup, ShardedMask, Slice, slice_problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
-    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, str forward, str backward, "
-    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, "
+    "str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
@@ -243,6 +243,7 @@ class GatherSettings(NamedTuple):
     softmax_scale: float
     softcap: float
     deterministic: bool
+    allows_tf32: bool
     forward: str
     backward: str
     head_groups: int
@@ -263,7 +264,14 @@ class GatherSettings(NamedTuple):
         """Return the calls of this rank."""
         route, parts = self.route, self.route.parts
         places, views = places_in(route.held, parts), views_of(self.mask_forms, x.mask)
-        flags = Flags(route.left, route.right, self.softmax_scale, self.softcap, self.deterministic)
+        flags = Flags(
+            route.left,
+            route.right,
+            self.softmax_scale,
+            self.softcap,
+            self.deterministic,
+            allows_tf32=self.allows_tf32,
+        )
         return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
     def arriving(self, x: Operands) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
@@ -431,6 +439,7 @@ def attend_gathered(
         flags.softmax_scale,
         flags.softcap,
         flags.deterministic,
+        flags.allows_tf32,
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,

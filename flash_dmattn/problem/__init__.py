@@ -40,6 +40,7 @@ from .description import SequenceSpec as SequenceSpec
 from .description import Shape4 as Shape4
 from .description import TensorSpec as TensorSpec
 from .description import allowed_pairs as allowed_pairs
+from .description import allows_tf32 as allows_tf32
 from .description import bias_class as bias_class
 from .description import causal_window as causal_window
 from .description import describe_tensors as describe_tensors

@@ -121,6 +121,8 @@ class Flags(NamedTuple):
         block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
             entries of a list. 0 without lists.
         chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
+        allows_tf32: see the function `allows_tf32`. Both passes read it here: had torch's setting changed between them,
+            the backward pass would compute p of other scores than the lse of the forward pass.
         sequences: their layout.
     """
 
@@ -141,6 +143,7 @@ class Flags(NamedTuple):
     block_k: int = 0
     list_size: int = 0
     chosen: bool = False
+    allows_tf32: bool = False
     sequences: SequenceSpec | None = None
 
     @property
@@ -340,6 +343,7 @@ class AttentionProblem(NamedTuple):
             (self.softcap > 0, f"softcap {self.softcap:g}"),
             (self.dropout_p > 0, f"dropout_p {self.dropout_p:g}"),
             (self.deterministic, "deterministic"),
+            (self.flags.allows_tf32, "TF32 allowed"),
             (self.return_lse, "return_lse"),
             (self.return_probs, "return_probs"),
         ]
@@ -455,6 +459,20 @@ def device_arch(device: torch.device) -> str:
         is_amd = torch.version.hip is not None and name
         arch = _by_index[index] = name.partition(":")[0] if is_amd else f"sm_{gpu.major}{gpu.minor}"
     return arch
+
+
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Return whether torch allows TF32 in matrix products of a dtype: only in fp32, and if its setting says so.
+
+    That is `torch.set_float32_matmul_precision("high")` or "medium", or a newer setting. It reads `fp32_precision`,
+    because the older `allow_tf32` raises once a newer one was used. Other dtypes skip the question, which takes longer
+    than all else in the key of a call.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# Dynamo cannot trace how torch reads the setting. It compiles anew when the setting changes.
+setattr(allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def sm_number(arch: str) -> int | None:

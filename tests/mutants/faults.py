@@ -32,6 +32,7 @@ _RARE = "tests/test_cuda_rare.py::"
 _DISTANCES = "tests/test_cuda_relative.py::"
 _WHOLE = "tests/test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads[any order-(300, 330)-{}-q-cuda]"
 _SDPA = "tests/test_sdpa_backend.py::"
+_PIECES = f"{_INTERPRETED}test_fp32_on_pieces_keeps_its_accuracy[{{}}]"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
 _LISTS = "tests/test_lists.py::"
@@ -452,6 +453,64 @@ _TRITON = (
         "tile = tile._replace(block_m=LEAST_LONG_RUNS,",
         "tile._replace(block_m=LEAST_LONG_RUNS,",
         ("tests/test_triton_gpus.py::test_tf32_is_taken_where_its_tiles_fit",),
+    ),
+    # fp32
+    Fault(
+        "pieces of bfloat16: one sum over all tiles on the tensor cores",
+        "triton_kernels/pieces.py",
+        'return acc + _chain(w[0], w[1], w[2], y[0], y[1], y[2], PRECISION == "bf16x6")',
+        "return _dot(w[0], y[0], _dot(w[0], y[1], _dot(w[1], y[0], _dot(w[1], y[1], _dot(w[0], y[2], _dot(w[2], y[0], "
+        "acc))))))",
+        (_PIECES.format("bf16x6 made"),),
+    ),
+    Fault(
+        "pieces of bfloat16: scores of two pieces in the place of three",
+        "triton_kernels/pieces.py",
+        'tl.trans(y[2]), PRECISION == "bf16x6")',
+        "tl.trans(y[2]), False)",
+        (_PIECES.format("bf16x6 made"),),
+    ),
+    Fault(
+        "pieces of bfloat16: weights of two pieces in the place of three",
+        "triton_kernels/pieces.py",
+        'w[2], y[0], y[1], y[2], PRECISION == "bf16x6")',
+        "w[2], y[0], y[1], y[2], False)",
+        (_PIECES.format("bf16x6 made"),),
+    ),
+    Fault(
+        "pieces of float16: one size for all rows of a tile",
+        "triton_kernels/pieces.py",
+        "_size_and_factor(tl.maximum(bits - _ONE, 0))",
+        "_size_and_factor(tl.maximum(tl.zeros_like(bits) + tl.max(bits, 0) - _ONE, 0))",
+        (_PIECES.format("fp16x3 made"),),
+    ),
+    Fault(
+        "pieces of float16: the second piece of the weights is dropped",
+        "triton_kernels/pieces.py",
+        "_chain(a, b, b, y[0]",
+        "_chain(a, b * 0.0, b, y[0]",
+        (_PIECES.format("fp16x3 made"),),
+    ),
+    Fault(
+        "fp32: kernels do not know that torch allows TF32",
+        "triton_kernels/plan.py",
+        "self.allows_tf32 = flags.allows_tf32",
+        "self.allows_tf32 = False",
+        ("tests/test_triton_plan.py::test_tf32_is_taken_where_torch_allows_it",),
+    ),
+    Fault(
+        "fp32: calls under another setting of torch share a plan",
+        "flash_dmattn/call.py",
+        "            allows_tf32(q.dtype),\n",
+        "",
+        ("tests/test_fp32.py::test_both_passes_multiply_as_torch_says_at_the_call",),
+    ),
+    Fault(
+        "fp32: triton goes before torch's kernel where it multiplies on CUDA cores",
+        "flash_dmattn/dispatch/selection.py",
+        "    elif leads_in_fp32(problem):",
+        "    elif False:",
+        (f"{_SDPA}test_auto_takes_the_faster_kernel_in_fp32",),
     ),
 )
 

@@ -6,12 +6,14 @@ The kernels of cuDNN have too many silent faults to be among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from ...problem import AttentionProblem, SequenceSpec, dtype_name, sm_number
+from ...triton_kernels.precision import MOST_FEW_ROWS, word_of
 from ..protocol import Availability, Backend, Rule
 from . import cpu, cuda, efficient
 
@@ -25,6 +27,9 @@ _WHOLE_BLOCKS, _WHOLE_BLOCKS_OF_PAIRS = range(257, 769), range(257, 2049)
 # From so many multiplications on, reading keys once for each group of heads, as eager does, counts.
 _GROUPED_WORK = 2**26
 _DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
+# On a GPU: from so many scores on, calls in fp32 are for this backend first, with a gradient of the bias in full of up
+# to so many bytes.
+_MANY_SCORES, _DBIAS_BYTES = 2**24, 2**28
 _MOST_FLASH_DIM = 256
 _INT32_MAX = 2**31 - 1
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,6 +51,31 @@ def runs_flash(p: AttentionProblem) -> bool:
     if p.device != "cuda" or not is_plain or p.dtype not in _HALF:
         return False
     return p.head_dim == p.head_dim_v and p.head_dim % 8 == 0 and p.head_dim <= _MOST_FLASH_DIM
+
+
+def leads_in_fp32(p: AttentionProblem) -> bool:
+    """Return whether auto asks this backend before triton and flex: in fp32, where torch does not allow TF32.
+
+    Memory-efficient attention multiplies by three products of TF32 on tensor cores. On Hopper triton multiplies pieces
+    of 16 bits there, too; it leads in all calls but those that it multiplies on CUDA cores and that are not small:
+    docs/notes/triton.md has the times. On other GPUs nobody has timed it. A bias that heads or entries share has a
+    gradient for every score first, whose memory has a limit.
+    """
+    if _is_rocm(p) or p.device != "cuda" or p.dtype != torch.float32 or p.flags.allows_tf32:
+        return False
+    scores = p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+    if p.dbias_class is not None and p.bias is not None and 4 * scores > max(_DBIAS_BYTES, 4 * math.prod(p.bias.shape)):
+        return False
+    if p.arch != "sm_90":
+        return True
+    return word_of(p) == "ieee" and p.seqlen_q > MOST_FEW_ROWS and scores >= _MANY_SCORES
+
+
+def _why_it_leads(p: AttentionProblem) -> str:
+    if not leads_in_fp32(p):
+        return ""
+    slower = "triton multiplies on CUDA cores here" if word_of(p) == "ieee" else f"triton is not timed on {p.arch}"
+    return f"; auto asks it first in float32, because {slower}"
 
 
 def _on_efficient(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
@@ -101,7 +131,8 @@ def _notes(p: AttentionProblem) -> tuple[str, ...]:
     """Name the kernel that a call on a GPU takes, and the mask that one on a CPU makes."""
     if p.device == "cuda":
         if not runs_flash(p):
-            return ("runs torch's memory-efficient attention",)
+            products = " by three products of TF32 on tensor cores" if p.dtype == torch.float32 else ""
+            return (f"runs torch's memory-efficient attention{products}{_why_it_leads(p)}",)
         current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         return (f"runs {current or 'FlashAttention-2'} of torch",)
     if p.device != "cpu" or not (cpu.needs_band(p) or p.mask is not None):

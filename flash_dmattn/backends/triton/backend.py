@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...problem import AttentionProblem, dtype_name, sm_number
+from ...triton_kernels import precision
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Probe, Rule
 from . import lists
@@ -178,7 +179,39 @@ def _load() -> Availability:
 probe = Probe(_load)
 
 
+# How products of fp32 are made, by the word of a call, and what torch's setting is then.
+_PRODUCTS = {
+    "fp16x3": "by three products of float16 on tensor cores, with the error of float32 ({setting})",
+    "bf16x6": "by six products of bfloat16 on tensor cores, with the error of float32 ({setting})",
+    "bf16x3": "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5 ({setting})",
+    "tf32": "in TF32 on tensor cores, with a relative error of about 1e-3 ({setting})",
+    "ieee": "on CUDA cores: {why} ({setting})",
+}
+
+
+def _products_note(p: AttentionProblem) -> tuple[str, ...]:
+    """Note how a call in fp32 multiplies."""
+    if p.dtype != torch.float32 or p.device != "cuda":
+        return ()
+    setting = f"torch's float32 matmul precision is {'high' if p.flags.allows_tf32 else 'highest'!r}"
+    widest = max(p.head_dim, p.head_dim_v)
+    if p.mask_form == "lists":
+        why = "the call has lists"
+    elif widest > precision.MOST_HEAD_DIM:
+        why = f"head dims are above {precision.MOST_HEAD_DIM}"
+    elif p.seqlen_q <= precision.MOST_FEW_ROWS:
+        why = f"{p.seqlen_q} queries take as long as reading the keys"
+    else:
+        why = f"pieces of 16 bits gain nothing on {p.arch}"
+    how = _PRODUCTS[precision.word_of(p)].format(setting=setting, why=why)
+    return (f"multiplies in float32 {how}",)
+
+
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
+    return (*_notes_of_form(problem), *_products_note(problem))
+
+
+def _notes_of_form(problem: AttentionProblem) -> tuple[str, ...]:
     p = problem
     if p.mask_form == "lists":
         return lists.notes(p)

@@ -270,7 +270,7 @@ def _numbers(p: AttentionProblem) -> tuple[object, ...]:
     f = p.flags
     band = (f.softmax_scale, f.softcap, f.left, f.right)
     numbers: tuple[object, ...] = _kernels().ListFlags(
-        *band, f.block_q, f.block_k, p.head_dim_v, f.mask_repeat, f.bias_repeat
+        *band, f.block_q, f.block_k, p.head_dim_v, f.mask_repeat, f.bias_repeat, f.allows_tf32
     )
     return numbers
 

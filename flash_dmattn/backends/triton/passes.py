@@ -122,7 +122,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     has_bounds = p.mask_form == "intervals" and not short
     groups = p.sequences is None and not short and has_group_rows(p) and _shares_keys_of_group(p)
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
+    run_on = launch.run_on
 
     def make_plan(x: Inputs) -> Callable[..., None]:
         plan: Callable[..., None] = launch.forward_plan(launch.planned_call(x.in_rows(arrival), flags, groups))
@@ -140,7 +140,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             x = launch.readable(x)
         if groups and x.mask.dense is not None:
             x = x._replace(mask=launch.packed_for_group_rows(x.mask.dense, x.q, x.k, flags))
-        key = (plan_token, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), *_places(x))
+        key = (plan_token, x.q.get_device(), *_places(x))
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x))
@@ -180,8 +180,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     launch, flags, arrival, needs_grad = kernels(), p.flags, p.arrival, p.needs_grad
     has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
-    unit_rows = launch.unit_rows
+    run_on, unit_rows = launch.run_on, launch.unit_rows
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -207,7 +206,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        key = (plan_token, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), saved.lse.dtype, strides, *places)
+        key = (plan_token, x.q.get_device(), saved.lse.dtype, strides, *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))

@@ -1,0 +1,235 @@
+"""Products of fp32 on tensor cores: each number is a sum of pieces of 16 bits, whose products are exact.
+
+x = a + b (+ c), each piece rounded to nearest, so that the differences are exact. Three products of two pieces,
+b*a', a*b' and a*a', leave out the smallest; six of three pieces leave out three. With two pieces of bfloat16 that is
+an error of 1e-5. Three pieces of bfloat16, or two of float16, have the error of fp32.
+
+float16 has a small range, so the rows of a tile are divided by powers of two ("sizes") first, which is exact. A size is
+of the row alone, because rows may differ by any factor. Where rows lie along the sum, as keys do in p @ v, the sizes go
+to the columns of the other tile, whose rows then get sizes of their own. Within a row, numbers 2^-16 below the largest
+have all bits of fp32, and lose some below that: a product of two rows has that error of the product of their largest.
+
+The products of one tile have a sum of their own, which is added to the other tiles in fp32. Tensor cores cut a sum
+toward zero at each step: a single sum over 16,384 keys of one sign is off by 500 times the error of fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .tile_ops import load_tile
+
+# The interpreter has no products of bfloat16. Those of the same numbers in fp32 are equal.
+_WIDENS: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
+# The largest number of a row of float16 pieces is below 2^15; a product of two rows has this factor to undo.
+_UNDO: tl.constexpr = tl.constexpr(2.0**-28)
+_EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
+_ONE: tl.constexpr = tl.constexpr(1 << 23)  # of the exponents of fp32
+_LEAST: tl.constexpr = tl.constexpr(15 << 23)  # the least exponent of a size, whose factor is finite
+_GREATEST: tl.constexpr = tl.constexpr(253 << 23)
+
+
+@triton.jit
+def _size_and_factor(bits):
+    """Return the power of two of fp32 numbers, from their bits, and 2^14 divided by it; both are finite."""
+    exponent = tl.maximum(bits & _EXPONENT, _LEAST)
+    factor = _GREATEST - (exponent - _LEAST)
+    return exponent.to(tl.float32, bitcast=True), factor.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(x, PRECISION: tl.constexpr):
+    """Return the pieces of a tile and the sizes of its rows, (a, b, c, sizes); or the tile where it needs no pieces.
+
+    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. A piece of inf is inf, and
+    the next one NaN.
+    """
+    if PRECISION == "fp16x3":
+        # inf and NaN become negative, as the largest exponent and one more have the bit of the sign.
+        bits = tl.max((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE, 1)
+        sizes, factors = _size_and_factor(tl.maximum(bits - _ONE, 0))
+        a, b = _halves(x * factors[:, None])
+        return a, b, b, sizes
+    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        a = x.to(tl.bfloat16)
+        rest = x - a.to(tl.float32)
+        b = rest.to(tl.bfloat16)
+        if PRECISION == "bf16x6":
+            return a, b, (rest - b.to(tl.float32)).to(tl.bfloat16), a
+        else:
+            return a, b, b, a
+    else:
+        return x, x, x, x
+
+
+@triton.jit
+def _halves(x):
+    """Return two pieces of float16 of numbers below 2^15."""
+    a = x.to(tl.float16)
+    return a, (x - a.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def load_pieces(
+    x, strides, batch, b, h, first, rows, num_rows, dims, num_dims,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    CHECK_DIMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Load a tile as `load_tile` does, as pieces: of numbers of fp32, or stored by `pack_pieces_kernel`."""
+    if PRECISION == "fp16x3" or PRECISION == "bf16x3":
+        if x.dtype.element_ty != tl.float32:
+            piece = tl.cast(batch, tl.int64) * strides.batch
+            a = load_tile(
+                x, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            rest = load_tile(
+                x + piece, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            if PRECISION == "fp16x3":
+                head = b * (strides.row // strides.head) + h
+                sizes = (x + 2 * piece).to(tl.pointer_type(tl.float32)) + head * num_rows
+                return a, rest, rest, tl.load(sizes + rows, mask=rows < num_rows, other=0.0)
+            else:
+                return a, rest, rest, a
+        else:
+            tile = load_tile(
+                x, strides, b, h, first, rows, num_rows, dims, num_dims,
+                BLOCK, BLOCK_D, False, WIDE, CHECK_ROWS, CHECK_DIMS,
+            )  # fmt: skip
+            return split(tile, PRECISION)
+    else:
+        tile = load_tile(
+            x, strides, b, h, first, rows, num_rows, dims, num_dims,
+            BLOCK, BLOCK_D, TMA, WIDE, CHECK_ROWS, CHECK_DIMS,
+        )  # fmt: skip
+        return split(tile, PRECISION)
+
+
+class Packing(NamedTuple):
+    """One tensor (B, L, H, D) of a launch that stores pieces: the programs before those of it, its sizes and strides.
+
+    `width` is what a row of pieces takes.
+    """
+
+    programs: int
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim: int
+    stride_batch: int
+    stride_row: int
+    stride_head: int
+    width: int
+
+
+@triton.jit
+def _pack(x, packed, packing, program, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+    """Store the pieces of a block of rows that are neighbours in memory: the heads of a position, then of the next."""
+    lines = packing.seqlen * packing.num_heads
+    blocks = tl.cdiv(lines, BLOCK)
+    b = (program // blocks).to(tl.int64)
+    line = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = (line // packing.num_heads).to(tl.int64)
+    h = (line % packing.num_heads).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (line < lines)[:, None] & (dims < packing.head_dim)[None, :]
+    at = b * packing.stride_batch + row * packing.stride_row + h * packing.stride_head
+    tile = tl.load(x + at[:, None] + dims[None, :], mask=inside, other=0.0)
+    a, rest, _, sizes = split(tile, PRECISION)
+    entry = tl.cast(lines, tl.int64) * packing.width
+    piece = entry * packing.batch
+    at = packed + (b * entry + line.to(tl.int64) * packing.width)[:, None] + dims[None, :]
+    tl.store(at, a, mask=inside)
+    tl.store(at + piece, rest, mask=inside)
+    if PRECISION == "fp16x3":
+        place = (packed + 2 * piece).to(tl.pointer_type(tl.float32)) + (b * packing.num_heads + h) * packing.seqlen
+        tl.store(place + row, sizes, mask=line < lines)
+
+
+@triton.jit
+def pack_pieces_kernel(
+    k,
+    v,
+    q,
+    dout,
+    packed_k,
+    packed_v,
+    packed_q,
+    packed_dout,
+    packing_k,
+    packing_v,
+    packing_q,
+    packing_dout,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store the pieces of k and v, or also of q and dout: (2, B, L, H, D), and behind them sizes in fp32, (B, H, L).
+
+    Rows of D numbers begin at multiples of 16 bytes.
+    """
+    program = tl.program_id(0)
+    if program < packing_v.programs:
+        _pack(k, packed_k, packing_k, program, BLOCK, BLOCK_D, PRECISION)
+    elif q is None or program < packing_q.programs:
+        _pack(v, packed_v, packing_v, program - packing_v.programs, BLOCK, BLOCK_DV, PRECISION)
+    elif program < packing_dout.programs:
+        _pack(q, packed_q, packing_q, program - packing_q.programs, BLOCK, BLOCK_D, PRECISION)
+    else:
+        _pack(dout, packed_dout, packing_dout, program - packing_dout.programs, BLOCK, BLOCK_DV, PRECISION)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if _WIDENS:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _chain(a, b, c, x, y, z, SIX: tl.constexpr):
+    """Sum the products of pieces, small ones first."""
+    if SIX:
+        s = _dot(c, x, None)
+        s = _dot(a, z, s)
+        s = _dot(b, y, s)
+        s = _dot(b, x, s)
+    else:
+        s = _dot(b, x, None)
+    s = _dot(a, y, s)
+    return _dot(a, x, s)
+
+
+@triton.jit
+def product_of_rows(x, y, PRECISION: tl.constexpr):
+    """Multiply each row of x with each row of y, x @ y^T; both are from `split`."""
+    if PRECISION == "fp16x3":
+        s = _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), False)
+        return s * (x[3][:, None] * (y[3] * _UNDO)[None, :])
+    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        return _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6")
+    else:
+        return tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+
+
+@triton.jit
+def add_product(acc, weights, y, PRECISION: tl.constexpr):
+    """Return acc + weights @ y: `weights` is in fp32, and y is from `split`."""
+    if PRECISION == "fp16x3":
+        weights = weights * y[3][None, :]
+        sizes, factors = _size_and_factor(tl.max(tl.abs(weights), 1).to(tl.int32, bitcast=True))
+        a, b = _halves(weights * factors[:, None])
+        return acc + _chain(a, b, b, y[0], y[1], y[2], False) * (sizes * _UNDO)[:, None]
+    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        w = split(weights, PRECISION)
+        return acc + _chain(w[0], w[1], w[2], y[0], y[1], y[2], PRECISION == "bf16x6")
+    else:
+        return tl.dot(weights.to(y[0].dtype), y[0], acc, input_precision=PRECISION)
