@@ -240,8 +240,9 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, std::optional<Tensor> bias, 
 
 // Returns (start, stop, order, bounds, row_lists, col_lists), the IntervalMask of flash_dmattn/masks/prepared/storage.py, of
 // a bool mask (B, H, 1, Lk) of any strides, 0 included, and the band low <= j - i <= high. Without `reorder` the order has
-// no places. k and v, and with them a bias per key, follow in that order, as of `gather_keys`.
-std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder,
+// no places. Then come so many counters of 0, if it is not 0, and k and v in that order, and with them a bias per key, as of
+// `gather_keys`.
+std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, int64_t num_counters,
                              std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> bias) {
   constexpr const char* kName = "cuda_key_mask";
   CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
@@ -251,6 +252,7 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   CHECK_ARGUMENT(seqlen_k <= kMostMaskKeys, "mask has ", seqlen_k, " keys, more than ", kMostMaskKeys);
   CHECK_ARGUMENT(seqlen_q >= 0 && seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
                  " keys; together they may be 2^30 - 1");
+  CHECK_ARGUMENT(num_counters >= 0 && num_counters <= kMaxInt, "num_counters is ", num_counters, ", which is no number");
   CHECK_ARGUMENT(!k.has_value() || (reorder && v.has_value()), "k is gathered with v, in an order");
   CHECK_ARGUMENT(k.has_value() || (!v.has_value() && !bias.has_value()), "v and bias are gathered with k");
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
@@ -282,6 +284,11 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   params.bounds = reinterpret_cast<int2*>(data(3));
   params.row_lists = data(4);
   params.col_lists = data(5);
+  if (num_counters > 0) {
+    results.push_back(empty(mask, {num_counters}, ScalarType::Int));
+    params.counters = static_cast<int32_t*>(results.back().mutable_data_ptr());
+    params.num_counters = static_cast<int>(num_counters);
+  }
   params.num_heads = static_cast<int>(num_heads);
   params.seqlen_q = static_cast<int>(seqlen_q);
   params.seqlen_k = static_cast<int>(seqlen_k);
@@ -327,8 +334,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_interval_bits(Tensor bounds, int seqlen_q) -> Tensor");
   m.def("cuda_gather_keys(Tensor k, Tensor v, Tensor? bias, Tensor order, Tensor bounds) -> Tensor[]");
   m.def(
-      "cuda_key_mask(Tensor mask, int seqlen_q, int low, int high, bool reorder, Tensor? k, Tensor? v, Tensor? bias) -> "
-      "Tensor[]");
+      "cuda_key_mask(Tensor mask, int seqlen_q, int low, int high, bool reorder, int num_counters, Tensor? k, Tensor? v, "
+      "Tensor? bias) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }

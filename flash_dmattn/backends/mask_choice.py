@@ -122,15 +122,30 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
-def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
-    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call."""
+def plan_view(
+    problem: AttentionProblem, choice: MaskChoice, forward: Backend, arrival: Arrival
+) -> Callable[[Any, Tensor, Tensor, Tensor | None], MaskView] | None:
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call.
+
+    Behind the mask the function takes k, v and bias, as the call has them: see `MaskView.fresh`.
+    """
     if problem.mask_form == choice.form:
-        return (lambda mask: MaskView("dense", (mask,))) if choice.form == "dense" else (lambda mask: mask.view)
+        if choice.form == "dense":
+            return lambda mask, *operands: MaskView("dense", (mask,))
+        return lambda mask, *operands: mask.view
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
-    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+    prepare = plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+    if choice.form != "intervals" or not forward.takes_fresh(problem):
+        return lambda mask, *operands: prepare(mask)
+    has_keys = problem.bias_class == "key"
+
+    def view(mask: Any, k: Tensor, v: Tensor, bias: Tensor | None) -> MaskView:
+        return prepare(mask, in_rows(k, arrival), in_rows(v, arrival), bias if has_keys else None)
+
+    return view
 
 
 def convert(

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,10 @@ from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
 from .config import disabled
 from .registry import works
+
+# As csrc has them: the keys of a mask with one row that a block can count; counters of a forward pass, one for each of up
+# to 16 warps of each work tile that blocks share, of which there are fewer than SMs.
+MOST_KEYS, COUNTERS = 2**18, 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
@@ -86,6 +91,7 @@ def around_extension(operators: Any) -> Packer:
     """Return the packer of the operators of the extension, by their names; the rest is Triton's or PyTorch's."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
+    key_mask = operators.cuda_key_mask.default
     rest = _triton_packer() or operators.PYTORCH
 
     def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
@@ -95,6 +101,25 @@ def around_extension(operators: Any) -> Packer:
     def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
         bounds, row_lists, col_lists = interval_tiles(start, stop, order, seqlen_q)
         return bounds, row_lists, col_lists
+
+    def row_intervals(
+        mask: Tensor,
+        seqlen_q: int,
+        band: Band | None,
+        reorder: bool,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+        seqlen_k = mask.size(3)
+        if seqlen_k > MOST_KEYS:
+            return rest.row_intervals(mask, seqlen_q, band, reorder)
+        low, high = band or (-seqlen_q, seqlen_k)
+        counters = 0 if k is None else COUNTERS
+        if not reorder or k is None or v is None or (k.data_ptr() | v.data_ptr()) % 16:
+            k = v = bias = None
+        made = key_mask(mask, seqlen_q, low, high, reorder, counters, k, v, bias)
+        return made[:6], tuple(made[6:])
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
         if keys.dtype != torch.int32:  # of scores in fp64
@@ -108,7 +133,11 @@ def around_extension(operators: Any) -> Packer:
         return order_keys(start, stop, seqlen_q)
 
     return rest._replace(
-        pack_tiles=pack_tiles, interval_tiles=list_intervals, topk_intervals=find_topk, key_order=key_order
+        pack_tiles=pack_tiles,
+        row_intervals=row_intervals,
+        interval_tiles=list_intervals,
+        topk_intervals=find_topk,
+        key_order=key_order,
     )
 
 

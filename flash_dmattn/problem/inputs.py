@@ -40,10 +40,16 @@ class MaskView(NamedTuple):
     * "lists": keys, count, slots.
 
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
+
+    Attributes:
+        form, tensors: as above.
+        fresh: what the packer of this call has made beside them for its forward pass alone, which may use it once:
+            counters of 0, and if keys are in an order also k and v, and a bias of one value per key. Nothing saves it.
     """
 
     form: MaskForm = "none"
     tensors: tuple[Tensor, ...] = ()
+    fresh: tuple[Tensor, ...] = ()
 
     @property
     def dense(self) -> Tensor | None:

@@ -206,8 +206,10 @@ struct Settings {
   int num_sms = 3;
   uint64_t seed = 0;
   int driver = 13000;  // as CUDA counts: of 13.0
+  bool leaves_out = false;  // launches nothing, so that the host's time can be measured
 };
 extern Settings settings;
+extern int launches;  // kernels and memsets so far
 
 struct Launch;
 void run_grid(const Launch& launch, const std::function<void()>& kernel);

@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(kThreads) key_mask_kernel(const __grid_constan
                  [&](int tile_q) { return class_of(p, live, tile_q, tile_k); });
     }
   }
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < p.num_counters; i += gridDim.x * kThreads) p.counters[i] = 0;
   if (p.k.to != nullptr) place_keys(p, live, mask, block);
   if (p.placed_bias != nullptr) place_bias(p, live, mask, block);
 }

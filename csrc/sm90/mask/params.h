@@ -119,6 +119,8 @@ struct KeyMaskParams {
   int low, high;               // the band: low <= j - i <= high, both in [-Lq, Lk]
   int first_seen, end_of_seen; // the keys that the band leaves to some query
   int blocks;                  // of a mask
+  int32_t* counters;           // set to 0
+  int num_counters;
   // With an order: k and v of all batch entries that read a mask, and all heads; null without.
   GatherKeysParams::Tensor k, v;
   int batch, num_heads_k;

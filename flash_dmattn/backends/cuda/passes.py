@@ -17,7 +17,7 @@ from ...gradients import (
     query_gradient,
     run_without_keys,
 )
-from ...problem import AttentionProblem, Gradients, MaskView, make_band
+from ...problem import AttentionProblem, Gradients, MaskView, fits_tma, make_band
 from ...problem.inputs import Inputs, Saved
 from ...reference.lists import repeat_heads
 from ...reference.sinks import sink_gradient
@@ -82,19 +82,26 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         q, k, v, mask, bias, sink, _, dropout = x
         q, k, v = read_rows(q, k, v)
         walked: Sequence[Tensor] = ()
+        counters, *gathered = mask.fresh or (None,)
         if read_tiles is not None:
             allowed, row_lists, _, order = read_tiles(mask)
             walked = (allowed, row_lists)
             if order is not None:
-                k, v, bias = _in_order(p, k, v, bias, allowed, order)
+                k, v, bias = _in_order(p, k, v, bias, allowed, order, gathered)
         if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, shift)
-        attend(q, k, v, walked, bias, sink, out, lse, *numbers)
+        attend(q, k, v, walked, bias, sink, out, lse, *numbers, counters)
 
     return run
+
+
+def takes_fresh(p: AttentionProblem) -> bool:
+    """Return whether the forward pass reads the mask of a class of calls once, with k and v as the packer reads them."""
+    fits = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
+    return fits and has_pairs(p) and not has_group_rows(p) and part_size(p) == p.batch
 
 
 def _distances(p: AttentionProblem) -> tuple[int, int]:
@@ -124,13 +131,20 @@ def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tens
 
 
 def _in_order(
-    p: AttentionProblem, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, order: Tensor
+    p: AttentionProblem,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    allowed: Tensor,
+    order: Tensor,
+    gathered: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bring k, v and a bias of one value per key into an order of keys."""
-    k, v = kernels().gather_keys(k, v, order, allowed)
+    """Bring k, v and a bias of one value per key into an order of keys; `gathered` has them where that is done."""
+    has_keys = p.bias_class == "key"
+    k, v, *biases = gathered or kernels().gather_keys(k, v, bias if has_keys else None, order, allowed)
     if bias is not None:
         # A bias of another class that follows an order has one value for all keys.
-        bias = kernels().gather_bias(bias, order) if p.bias_class == "key" else bias[..., : k.shape[1]]
+        bias = biases[0] if has_keys else bias[..., : k.shape[1]]
     return k, v, bias
 
 

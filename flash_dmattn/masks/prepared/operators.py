@@ -40,11 +40,22 @@ def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) ->
     return bounds, *packer_for(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
 
+def row_intervals(
+    mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool, *operands: Tensor | None
+) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+    """Serve as `Packer.row_intervals`, in two steps of the fastest packer of the device."""
+    fastest = packer_for(mask)
+    start, stop, order = fastest.key_intervals(mask, seqlen_q, band, reorder)
+    return (start, stop, order, *fastest.interval_tiles(start, stop, order, seqlen_q)), ()
+
+
 class Packer(NamedTuple):
     """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
 
     `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
+    of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` of a mask with one row, and
+    `MaskView.fresh` if it gets k, v and a bias of one value per key or None, where it can. The other functions have a
+    namesake in `packing`, `intervals` or `topk`.
     """
 
     pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
@@ -52,6 +63,7 @@ class Packer(NamedTuple):
     key_set: Callable[[Tensor], KeySet] = packing.key_set
     score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
     key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
+    row_intervals: Callable[..., tuple[Sequence[Tensor], tuple[Tensor, ...]]] = row_intervals
     mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
     interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
     topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
@@ -99,20 +111,22 @@ def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int,
 
 def plan_prepare(
     seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
-) -> Callable[[Tensor], MaskView]:
+) -> Callable[..., MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
 
-    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles".
+    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles". Behind the
+    mask it takes k, v and bias as `Packer.row_intervals` does.
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
 
-    def run(mask: Tensor) -> MaskView:
+    def run(mask: Tensor, *operands: Tensor | None) -> MaskView:
         nonlocal fastest, is_whole
         if fastest is None:
             fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
         if not is_whole:
             mask = _whole(collapse(mask), seqlen_q, seqlen_k, choice.form)
-        return MaskView(choice.form, tuple(_prepare(fastest, mask, seqlen_q, band, *choice)))
+        tensors, fresh = _prepare(fastest, mask, seqlen_q, band, *choice, *operands)
+        return MaskView(choice.form, tuple(tensors), fresh)
 
     return run
 
@@ -124,21 +138,19 @@ def _whole(mask: Tensor, seqlen_q: int, seqlen_k: int, form: str) -> Tensor:
 
 
 def _prepare(
-    packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
-) -> Sequence[Tensor]:
-    if form == "keys":
-        return packer.key_set(mask)
+    packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool, *operands: Tensor | None
+) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
     if form == "intervals":
-        start, stop, order = packer.key_intervals(mask, seqlen_q, band, reorder)
-        return start, stop, order, *packer.interval_tiles(start, stop, order, seqlen_q)
-    return packer.pack_tiles(mask, band)
+        return packer.row_intervals(mask, seqlen_q, band, reorder, *operands)
+    return packer.key_set(mask) if form == "keys" else packer.pack_tiles(mask, band), ()
 
 
 def _prepare_mask(
     mask: Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[Tensor]:
     band = make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_prepare(packer_for(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
+    tensors, _ = _prepare(packer_for(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder)
+    return list(tensors)
 
 
 def _prepare_fake(
