@@ -289,6 +289,22 @@ def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> Non
     call.run()
 
 
+def test_counters_of_a_call(backend: Runner) -> None:
+    """It uses them up if they are enough for the work tiles that blocks share, and leaves them as they are if not."""
+    call = forward(mask=tiles()[:2], num_splits=2)
+    call.run()
+    wanted = call.arguments["out"].clone()
+    for number in (4, 4096):
+        counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+        call.arguments["out"].zero_()
+        call.run(counters=counters[:number])
+        assert torch.equal(call.arguments["out"], wanted)
+        assert bool(counters.any()) == (number == 4096)
+    for wrong in (counters.float(), counters.repeat_interleave(2)[::2]):
+        with pytest.raises(RuntimeError, match="cuda_forward_kernel: counters needs to be"):
+            call.run(counters=wrong)
+
+
 def test_every_operator_is_called_here(backend: Runner) -> None:
     names = {schema.name.partition("::")[2] for schema in torch._C._jit_get_all_schemas()}
     operators = {name for name in names if name.startswith("cuda_")} - {"cuda_forward", "cuda_backward"}  # of Python

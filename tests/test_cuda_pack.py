@@ -184,7 +184,7 @@ WINDOWS = ((-1, -1), (-1, 0), (200, 30), (0, 0), (-5, 3), (3, -5))
 
 
 def check_keys(mask: Tensor, seqlen_q: int) -> None:
-    """Compare what the extension makes of a mask (B, H, 1, Lk) with plain PyTorch, with and without an order of keys."""
+    """Compare the intervals of a mask (B, H, 1, Lk) with those of plain PyTorch, with and without an order of keys."""
     extension = around_extension(torch.ops.flash_dmattn)
     for window in WINDOWS:
         band = make_band(seqlen_q, mask.shape[3], window)
@@ -201,7 +201,7 @@ def check_keys(mask: Tensor, seqlen_q: int) -> None:
 @pytest.mark.parametrize("seqlen_q", (0, 1, 130, 1000))
 @pytest.mark.parametrize("shape", ((2, 3, 130), (1, 1, 1), (1, 2, 1040), (2, 1, 4095), (0, 1, 4), (1, 0, 4), (1, 1, 0)))
 def test_masks_of_keys(shape: tuple[int, int, int], seqlen_q: int, density: float) -> None:
-    """Of every form: scattered keys, runs that fill tiles, none and all."""
+    """Scattered keys, runs that fill tiles, no keys and all."""
     mask = torch.rand(*shape[:2], 1, shape[2], generator=torch.Generator().manual_seed(0)) < density
     if density == 0.5:
         mask[..., :400], mask[..., 400:700] = True, False
@@ -244,7 +244,7 @@ def test_the_longest_mask_of_keys(seqlen_k: int) -> None:
 def test_keys_are_gathered_as_by_the_operator(
     mask_shape: tuple[int, int], bias_shape: tuple[int, int] | None, bias_dtype: torch.dtype
 ) -> None:
-    """Of live tiles; zeros at their dead places. Counters are 0."""
+    """Live tiles are compared, with zeros at their dead places. Counters are 0."""
     generator, keys = torch.Generator().manual_seed(0), 600
     draw = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
     k, v = draw(3, 4, keys, 64).bfloat16().transpose(1, 2), draw(3, keys, 4, 72).bfloat16()[..., :40]

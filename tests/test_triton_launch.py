@@ -173,7 +173,9 @@ def test_the_driver_gets_the_numbers_of_each_launch(
 
     monkeypatch.setattr(Kernel, "arg_names", ("x", "absent", "y", "first", "sizes", "scale", "BLOCK"))
     signature = {"x": "*fp32", "absent": "constexpr", "y": "*bf16", "first": "i32", "sizes": ("i64", "i1")}
-    monkeypatch.setattr(Compiled, "src", SimpleNamespace(signature={**signature, "scale": "fp32", "BLOCK": "constexpr"}))
+    monkeypatch.setattr(
+        Compiled, "src", SimpleNamespace(signature={**signature, "scale": "fp32", "BLOCK": "constexpr"})
+    )
     launch, x, y = Launch(Kernel(), 5, ((2**40, True), 0.5, 64)), torch.zeros(4), torch.zeros(4)
     for number in (5, 0, -3):
         launch(x, None, y, number)

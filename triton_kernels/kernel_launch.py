@@ -137,9 +137,9 @@ class DriverCall(NamedTuple):
 def plan_driver_call(
     compiled: Any, names: Sequence[str], arguments: Sequence[Any], grid: tuple[int, int, int], sent: int = 0
 ) -> DriverCall | None:
-    """Plan the launches of a compiled kernel whose arguments differ in the addresses of tensors alone.
+    """Plan the launches of a compiled kernel whose arguments differ in addresses, and in the first `sent` numbers.
 
-    Besides, so many numbers differ as `sent` says, the first behind the tensors. None if the kernel has arguments or attributes that only Triton's launcher knows.
+    None if the kernel has arguments or attributes that only Triton's launcher knows.
     """
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in _EXTRAS):

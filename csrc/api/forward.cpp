@@ -122,7 +122,7 @@ void set_out(const ForwardArguments& call, const Sizes& sizes, ForwardParams& pa
   params.out_head_step = static_cast<int>(has_heads_first ? sizes.seqlen_q : 1);
 }
 
-// Counters set to 0: those of the call, if they are enough. They live as long as the tensor that is returned.
+// Returns counters that are 0: the counters of the call, if they are enough. They live as long as the returned tensor.
 Tensor zero_counters(const ForwardArguments& call, int64_t count, cudaStream_t stream) {
   if (call.counters.has_value() && call.counters->numel() >= count) {
     check_array(call.op, *call.counters, "counters", {call.counters->numel()}, ScalarType::Int, call.q);

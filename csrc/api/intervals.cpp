@@ -183,8 +183,8 @@ Tensor place_rows(const char* op, const Tensor& x, int64_t places, GatherKeysPar
   return placed;
 }
 
-// Allocates a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P). B is the larger of Bb and Bm, and
-// H the larger of Hb and Hm, those of the order (Bm, Hm, Lk or P).
+// Allocates a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P). The order is (Bm, Hm, Lk or P).
+// B is the larger of Bb and Bm, and H the larger of Hb and Hm.
 template <class Params>
 Tensor place_bias(const char* op, const Tensor& bias, const Tensor& order, int64_t places, Params& params) {
   CHECK_FOR(op, bias.dim() == 4, "bias has ", bias.dim(), " dims; it needs 4");
@@ -238,10 +238,10 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, std::optional<Tensor> bias, 
   return results;
 }
 
-// Returns (start, stop, order, bounds, row_lists, col_lists), the IntervalMask of flash_dmattn/masks/prepared/storage.py, of
-// a bool mask (B, H, 1, Lk) of any strides, 0 included, and the band low <= j - i <= high. Without `reorder` the order has
-// no places. Then come so many counters of 0, if it is not 0, and k and v in that order, and with them a bias per key, as of
-// `gather_keys`.
+// Returns (start, stop, order, bounds, row_lists, col_lists), the IntervalMask of flash_dmattn/masks/prepared/storage.py.
+// The mask is bool (B, H, 1, Lk) of any strides, 0 included; the band is low <= j - i <= high. Without `reorder` the order
+// has no places. If num_counters is not 0, so many counters of 0 follow. If there are k and v, they follow in the order of
+// keys, and after them a bias per key, as `gather_keys` returns them.
 std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, int64_t num_counters,
                              std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> bias) {
   constexpr const char* kName = "cuda_key_mask";

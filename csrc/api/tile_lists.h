@@ -1,4 +1,4 @@
-// What operators that pack masks share: how rows of bools are read, and the lists of tiles.
+// For operators that pack masks: how rows of bools are read, and the lists of tiles.
 #pragma once
 
 #include <cstdint>

@@ -127,7 +127,7 @@ def plan_view(
 ) -> Callable[[Any, Tensor, Tensor, Tensor | None], MaskView] | None:
     """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call.
 
-    Behind the mask the function takes k, v and bias, as the call has them: see `MaskView.fresh`.
+    The function takes the mask, then k, v and bias as the call has them: see `MaskView.fresh`.
     """
     if problem.mask_form == choice.form:
         if choice.form == "dense":

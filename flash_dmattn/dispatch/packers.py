@@ -3,7 +3,8 @@
 | | Hopper | other GPUs | elsewhere |
 | --- | --- | --- | --- |
 | masks with a row for each query | CUDA extension | Triton | PyTorch |
-| masks with one row, or for sequences | Triton | Triton | PyTorch |
+| masks with one row for few queries, or for sequences | Triton | Triton | PyTorch |
+| other masks with one row | CUDA extension; Triton beyond 2^18 keys | Triton | PyTorch |
 | caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
@@ -27,9 +28,10 @@ from ..sequences.cache_writes import CacheWrite, Writer
 from .config import disabled
 from .registry import works
 
-# As csrc has them: the keys of a mask with one row that a block can count; counters of a forward pass, one for each of up
-# to 16 warps of each work tile that blocks share, of which there are fewer than SMs.
-MOST_KEYS, COUNTERS = 2**18, 4096
+# A block can count so many keys of a mask with one row: `kMostMaskKeys` of csrc.
+MOST_KEYS = 2**18
+# A forward pass has up to 16 counters for each work tile that blocks share, and fewer such tiles than SMs.
+COUNTERS = 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:

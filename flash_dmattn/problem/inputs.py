@@ -43,8 +43,8 @@ class MaskView(NamedTuple):
 
     Attributes:
         form, tensors: as above.
-        fresh: what the packer of this call has made beside them for its forward pass alone, which may use it once:
-            counters of 0, and if keys are in an order also k and v, and a bias of one value per key. Nothing saves it.
+        fresh: counters of 0, and if keys have an order also k and v and a bias of one value per key in this order. The
+            packer of a call makes them for its forward pass, which may use them once. Nothing saves them.
     """
 
     form: MaskForm = "none"

@@ -64,7 +64,7 @@ __device__ void place_bias(const GatherKeysParams& p, int64_t block) {
 // alone are read by nobody and stay as they are.
 __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_constant__ GatherKeysParams p) {
   griddep_wait();
-  const int64_t block = blockIdx.x - (p.rows + kRows - 1) / kRows;  // behind those of k and v
+  const int64_t block = blockIdx.x - (p.rows + kRows - 1) / kRows;  // behind the blocks of k and v
   if (block >= 0) return place_bias(p, block);
   const int lane = threadIdx.x % kLanes;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;

@@ -57,7 +57,7 @@ struct LiveKeys {
     return number;
   }
 
-  // The key at a place of the order, of which there are as many as keys: live keys first, both parts ascending.
+  // The key at a place of the order. It has a place for each key: live keys first, both parts ascending.
   __device__ __forceinline__ int key_at(int place) const {
     const bool is_live = place < number();
     int index = is_live ? place : place - number();
@@ -148,7 +148,7 @@ __device__ __forceinline__ int class_of(const KeyMaskParams& p, const LiveKeys& 
   const int first_row = tile_q * kTile, end_row = min(first_row + kTile, p.seqlen_q);
   const int first = tile_k * kTile, end = min(first + kTile, p.seqlen_k);
   const auto within = [&](int key, int from, int to) { return min(max(key, from), to); };
-  // Some query of the tile sees the keys of a run, and all queries see those of a run inside of it.
+  // Some query of the tile sees the keys of one run, and all queries see the keys of another run.
   const int some_from = first_row + p.low, some_to = end_row + p.high;
   const int all_from = end_row - 1 + p.low, all_to = first_row + p.high + 1;
   if (p.order == nullptr) {

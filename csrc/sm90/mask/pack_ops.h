@@ -1,4 +1,4 @@
-// What kernels that pack masks share: bools as bits, and lists of tiles.
+// For kernels that pack masks: bools as bits, lists of tiles, and rows in an order of keys.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace flash_dmattn {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-// Keys that a lane holds as bits: those of one load of 16 bytes.
+// Keys that a lane holds as bits: one load of 16 bytes.
 constexpr int kLaneKeys = 16;
 
 // Bit k of the result says whether byte k is not 0. The sum sets bit 7 of a byte if any lower bit is set. The product

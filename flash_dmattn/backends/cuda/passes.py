@@ -99,7 +99,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
 
 def takes_fresh(p: AttentionProblem) -> bool:
-    """Return whether the forward pass reads the mask of a class of calls once, with k and v as the packer reads them."""
+    """Return whether the forward pass reads its mask once, and the packer can read k and v of a class of calls."""
     fits = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
     return fits and has_pairs(p) and not has_group_rows(p) and part_size(p) == p.batch
 

@@ -53,9 +53,9 @@ class Packer(NamedTuple):
     """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
 
     `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` of a mask with one row, and
-    `MaskView.fresh` if it gets k, v and a bias of one value per key or None, where it can. The other functions have a
-    namesake in `packing`, `intervals` or `topk`.
+    of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` of a mask with one row. If it also gets
+    k, v, and a bias of one value per key or None, it may make `MaskView.fresh`. The other functions have a namesake in
+    `packing`, `intervals` or `topk`.
     """
 
     pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
@@ -109,13 +109,11 @@ def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int,
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
 
 
-def plan_prepare(
-    seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
-) -> Callable[..., MaskView]:
+def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice) -> Callable[..., MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
 
-    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles". Behind the
-    mask it takes k, v and bias as `Packer.row_intervals` does.
+    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles". The
+    function takes the mask, then k, v and bias if `Packer.row_intervals` gets them.
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
 
