@@ -140,10 +140,12 @@ def plan_view(
     prepare = plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
     if choice.form != "intervals" or not forward.takes_fresh(problem):
         return lambda mask, *operands: prepare(mask)
-    has_keys = problem.bias_class == "key"
+    has_keys, turns = problem.bias_class == "key", arrival != "rows"
 
     def view(mask: Any, k: Tensor, v: Tensor, bias: Tensor | None) -> MaskView:
-        return prepare(mask, in_rows(k, arrival), in_rows(v, arrival), bias if has_keys else None)
+        if turns:
+            k, v = in_rows(k, arrival), in_rows(v, arrival)
+        return prepare(mask, k, v, bias if has_keys else None)
 
     return view
 

@@ -112,16 +112,17 @@ def around_extension(operators: Any) -> Packer:
         k: Tensor | None = None,
         v: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         seqlen_k = mask.size(3)
         if seqlen_k > MOST_KEYS:
             return rest.row_intervals(mask, seqlen_q, band, reorder)
         low, high = band or (-seqlen_q, seqlen_k)
-        counters = 0 if k is None else COUNTERS
-        if not reorder or k is None or v is None or (k.data_ptr() | v.data_ptr()) % 16:
+        if k is None or v is None:
+            return key_mask(mask, seqlen_q, low, high, reorder, 0, None, None, None), ()
+        if not reorder or (k.data_ptr() | v.data_ptr()) % 16:
             k = v = bias = None
-        made = key_mask(mask, seqlen_q, low, high, reorder, counters, k, v, bias)
-        return made[:6], tuple(made[6:])
+        made = key_mask(mask, seqlen_q, low, high, reorder, COUNTERS, k, v, bias)
+        return made[:6], made[6:]
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
         if keys.dtype != torch.int32:  # of scores in fp64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class MaskView(NamedTuple):
 
     form: MaskForm = "none"
     tensors: tuple[Tensor, ...] = ()
-    fresh: tuple[Tensor, ...] = ()
+    fresh: Sequence[Tensor] = ()
 
     @property
     def dense(self) -> Tensor | None:

@@ -42,7 +42,7 @@ def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) ->
 
 def row_intervals(
     mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool, *operands: Tensor | None
-) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Serve as `Packer.row_intervals`, in two steps of the fastest packer of the device."""
     fastest = packer_for(mask)
     start, stop, order = fastest.key_intervals(mask, seqlen_q, band, reorder)
@@ -63,7 +63,7 @@ class Packer(NamedTuple):
     key_set: Callable[[Tensor], KeySet] = packing.key_set
     score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
     key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
-    row_intervals: Callable[..., tuple[Sequence[Tensor], tuple[Tensor, ...]]] = row_intervals
+    row_intervals: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]] = row_intervals
     mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
     interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
     topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
@@ -116,15 +116,19 @@ def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: 
     function takes the mask, then k, v and bias if `Packer.row_intervals` gets them.
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
+    form, reorder = choice
 
     def run(mask: Tensor, *operands: Tensor | None) -> MaskView:
         nonlocal fastest, is_whole
         if fastest is None:
-            fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
+            fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, form) is mask
         if not is_whole:
-            mask = _whole(collapse(mask), seqlen_q, seqlen_k, choice.form)
-        tensors, fresh = _prepare(fastest, mask, seqlen_q, band, *choice, *operands)
-        return MaskView(choice.form, tuple(tensors), fresh)
+            mask = _whole(collapse(mask), seqlen_q, seqlen_k, form)
+        if form == "intervals":  # `_prepare`, inlined for speed
+            tensors, fresh = fastest.row_intervals(mask, seqlen_q, band, reorder, *operands)
+        else:
+            tensors, fresh = _prepare(fastest, mask, seqlen_q, band, form, reorder)
+        return MaskView(form, tuple(tensors), fresh)
 
     return run
 
@@ -136,10 +140,10 @@ def _whole(mask: Tensor, seqlen_q: int, seqlen_k: int, form: str) -> Tensor:
 
 
 def _prepare(
-    packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool, *operands: Tensor | None
-) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+    packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     if form == "intervals":
-        return packer.row_intervals(mask, seqlen_q, band, reorder, *operands)
+        return packer.row_intervals(mask, seqlen_q, band, reorder)
     return packer.key_set(mask) if form == "keys" else packer.pack_tiles(mask, band), ()
 
 
