@@ -42,6 +42,7 @@ SOURCES = (
     "sm90/backward/order.cu",
     "sm90/backward/rows.cu",
     "sm90/mask/intervals.cu",
+    "sm90/mask/key_mask.cu",
     "sm90/mask/list.cu",
     "sm90/mask/pack.cu",
     "sm90/mask/sort.cu",

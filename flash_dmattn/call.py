@@ -106,7 +106,7 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     if mask is None:
         view = NO_MASK
     elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler shows the operators that pack
-        view = plan.view(mask)
+        view = plan.view(mask, call.k, call.v, bias)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)

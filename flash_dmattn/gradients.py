@@ -215,7 +215,8 @@ def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
     """Return the gradient of a bias (Bb, Hb, 1, Lk) from sums of ds over queries, fp32 (B, heads of q or k, Lk)."""
     keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
-    keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
+    if keys.shape[:2] != bias.shape[:2]:  # it takes longer to ask torch, which looks for symbols
+        keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
     return keys.view(bias.shape).to(bias.dtype)
 
 

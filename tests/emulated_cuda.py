@@ -17,6 +17,8 @@ from out_of_tree import replace_backend, rules_without
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.dispatch import packers
+from flash_dmattn.masks.prepared import operators
 
 # An H200 has 132; with fewer, blocks take several pieces of work each. The threads of more than some 60 blocks at once
 # are more stacks than Linux maps for a process.
@@ -34,6 +36,9 @@ def admit_cpu(path: Path) -> None:
     _loaded.emulation_configure.argtypes = (ctypes.c_int, ctypes.c_uint64)
     units = frozenset(json.loads(path.with_suffix(".json").read_text()))
     cuda_rules.installed_instances = lambda: units
+    # The tensors are of a CPU, for which PyTorch packs. Masks of keys go into the kernels' own packer, as on a GPU.
+    row_intervals = packers.around_extension(torch.ops.flash_dmattn).row_intervals
+    operators.register(lambda tensor: operators.PYTORCH._replace(row_intervals=row_intervals))
     replace_backend("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device"))
 
 
@@ -41,6 +46,12 @@ def configure(num_sms: int = 3, seed: int = 0) -> None:
     """Set how many SMs the GPU has, and in which order its next kernel runs; each later one has another."""
     assert _loaded is not None
     _loaded.emulation_configure(num_sms, seed)
+
+
+def launches(leaves_out: bool = False) -> int:
+    """Count the kernels and memsets so far. With `leaves_out` no kernel runs from now on: only the host works."""
+    assert _loaded is not None
+    return _loaded.emulation_launches(leaves_out)
 
 
 def is_built(case: Case) -> bool:

@@ -211,13 +211,25 @@ CALLS: dict[str, Callable[[], Call]] = {
         {
             "k": draw(BATCH, KEYS, HEADS_K, DIM),
             "v": draw(BATCH, KEYS, HEADS_K, DIM),
+            "bias": draw(BATCH, HEADS, 1, KEYS),
             "order": integers(BATCH, HEADS_K, KEYS),
             "bounds": integers(BATCH, HEADS_K, 256, 2),
         },
+        (("bias", 2), ("bias", 3)),
     ),
-    "gather bias": lambda: Call(
-        "cuda_gather_bias",
-        {"bias": draw(BATCH, HEADS, 1, KEYS), "order": integers(BATCH, HEADS_K, KEYS)},
+    "mask of keys": lambda: Call(
+        "cuda_key_mask",
+        {
+            "mask": torch.ones(BATCH, HEADS_K, 1, KEYS, dtype=torch.bool, device=DEVICE),
+            "seqlen_q": QUERIES,
+            "low": -QUERIES,
+            "high": 0,
+            "reorder": True,
+            "num_counters": 8,
+            "k": draw(BATCH, KEYS, HEADS_K, DIM),
+            "v": draw(BATCH, KEYS, HEADS_K, DIM),
+            "bias": draw(BATCH, HEADS, 1, KEYS),
+        },
         (("bias", 2), ("bias", 3)),
     ),
 }
@@ -241,7 +253,7 @@ def changes_of(call: Call) -> dict[str, dict[str, Any]]:
         changes[f"{name}: missing dim"] = put(x[0])
         # Not fp64 for lse, whose digits the gradients of calls with a bias need.
         changes[f"{name}: dtype"] = put(x.to(torch.float16 if name == "lse" else torch.float64))
-        if name not in OF_ANY_STRIDES and call.operator != "cuda_pack_mask":
+        if name not in OF_ANY_STRIDES and name != "mask":
             changes[f"{name}: strides"] = put(x.repeat_interleave(2, -1)[..., ::2])
 
     for name, value in call.arguments.items():
@@ -275,6 +287,22 @@ def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> Non
     may_miss = [name for name in call.arguments if call.arguments.get("is_packed") and name in tokens]
     assert accepted == [f"{name}: missing dim" for name in may_miss]
     call.run()
+
+
+def test_counters_of_a_call(backend: Runner) -> None:
+    """It uses them up if they are enough for the work tiles that blocks share, and leaves them as they are if not."""
+    call = forward(mask=tiles()[:2], num_splits=2)
+    call.run()
+    wanted = call.arguments["out"].clone()
+    for number in (4, 4096):
+        counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+        call.arguments["out"].zero_()
+        call.run(counters=counters[:number])
+        assert torch.equal(call.arguments["out"], wanted)
+        assert bool(counters.any()) == (number == 4096)
+    for wrong in (counters.float(), counters.repeat_interleave(2)[::2]):
+        with pytest.raises(RuntimeError, match="cuda_forward_kernel: counters needs to be"):
+            call.run(counters=wrong)
 
 
 def test_every_operator_is_called_here(backend: Runner) -> None:

@@ -34,6 +34,7 @@ LOAD_WIDE = (
     "turned_sums_kernel",
     "backward",
     "gather_keys",
+    "key_mask",
     "add_chunks",
     "few_keys",
     "prepare_kernel",

@@ -62,7 +62,7 @@ def test_kernels_are_asked_for_what_is_needed_alone(
     inputs = case.build("cpu")
     assert inputs.mask is not None
     calls: list[tuple[Any, ...]] = []
-    kernels = Kernels(None, lambda *arguments: calls.append(arguments), None, None, None)  # type: ignore[arg-type]
+    kernels = Kernels(None, lambda *arguments: calls.append(arguments), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
     mask = PreparedMask.from_mask(inputs.mask).view
     tensors, problem = operands(case, inputs, mask, inputs.bias)
@@ -206,7 +206,7 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
         return [bits, classes, *packing.list_tiles(classes)]
 
     monkeypatch.setattr(packers, "packs_by_extension", lambda tensor: True)
-    names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
+    names = ("cuda_pack_mask", "cuda_key_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     extension = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(default=pack)))
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
     actual = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import emulated_cuda
 import pytest
 import torch
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
 from out_of_tree import replaced, rules_without
 from torch import Tensor
+from torch.autograd import profiler as autograd_profiler
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
@@ -21,6 +23,7 @@ from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.masks import PreparedMask, padding_mask
+from flash_dmattn.masks.prepared import operators
 
 FULL = ("1", "Hq", "Lq", "Lk")
 BIASES = {"no bias": None, "per key": ("1", "Hk", "1", "Lk"), "per score": FULL, "of entries": ("B", "Hq", "Lq", "Lk")}
@@ -128,13 +131,74 @@ def test_the_same_bits_as_work_tiles_of_a_tile_of_the_mask(
         assert torch.equal(x, y)
 
 
+def launches_of(call: Callable[[], object]) -> int:
+    """Count the kernels and memsets of a call, as the GPU or the emulated one gets them."""
+    if DEVICE == "cpu":
+        before = emulated_cuda.launches()
+        call()
+        return emulated_cuda.launches() - before
+    call()  # allocates, and finds what is decided once
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        autograd_profiler._is_profiler_enabled = False  # else operators are called, for the profiler to show
+        call()
+        torch.cuda.synchronize()
+    return len([event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA])
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("bias", ("no bias", "per key", "per query"))
+@pytest.mark.parametrize("heads", ("1", "Hk"))
+@pytest.mark.parametrize("order_from", (1, 2**20))
+@pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+def test_two_launches_give_the_bits_of_a_prepared_mask(
+    backend: Runner, order_from: int, heads: str, bias: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the mask, which also gathers what the call reads in the order of the mask, and one of the kernel."""
+    monkeypatch.setattr(operators, "ORDER_FROM", order_from)
+    biases = {**BIASES, "per query": ("B", "Hk", "Lq", "1")}
+    case = Case(batch=2, seqlen_q=300, seqlen_k=600, num_heads_k=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
+    case = case.with_(mask=("B", heads, "1", "Lk"), bias=biases[bias], is_causal=is_causal)
+    inputs = case.build()
+    assert inputs.mask is not None
+    inputs.mask[0, ..., 100:] = False
+    check(backend, case, inputs)
+    prepared = PreparedMask.from_mask(inputs.mask, seqlen_q=300, is_causal=is_causal, reorder=order_from == 1)
+    assert prepared.is_reordered == (order_from == 1)
+    tensors = inputs.q, inputs.k, inputs.v
+    made = attention(*tensors, inputs.mask, inputs.bias, is_causal=is_causal)
+    for x, y in zip(made, attention(*tensors, prepared, inputs.bias), strict=True):
+        assert torch.equal(x, y)
+    assert launches_of(lambda: attention(*tensors, inputs.mask, inputs.bias, is_causal=is_causal)) == 2
+    with FlopCounterMode(display=False):
+        watched = attention(*tensors, inputs.mask, inputs.bias, is_causal=is_causal)
+    assert all(torch.equal(x, y) for x, y in zip(made, watched, strict=True))
+
+
+@pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+def test_keys_that_the_packer_cannot_read(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that start between 16 bytes, in every call or in one; heads first; parts of a batch: the pass gathers."""
+    monkeypatch.setattr(operators, "ORDER_FROM", 1)
+    case = Case(batch=2, seqlen_q=130, seqlen_k=600, num_heads_k=2, head_dim=64, dtype=torch.bfloat16, needs_grad=())
+    case = case.with_(mask=("B", "Hk", "1", "Lk"), bias=BIASES["per key"])
+    inputs = case.build()
+    wanted = attention(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias)
+    frame = torch.empty(inputs.k.numel() + 8, dtype=case.dtype, device=DEVICE)
+    for start in (0, 1, 8):
+        k = frame[start : start + inputs.k.numel()].view(inputs.k.shape).copy_(inputs.k)
+        rows = torch.empty(*inputs.v.shape[:3], 68, dtype=case.dtype, device=DEVICE)[..., :64].copy_(inputs.v)
+        for v in (inputs.v, rows):
+            actual = attention(inputs.q, k, v, inputs.mask, inputs.bias)
+            assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True)), start
+    check(backend, case, inputs)
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether the forward kernel hears that its mask has one row, call by call; on CPU tensors, it computes nothing."""
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
     heard: list[bool] = []
-    kernels = Kernels(lambda *arguments: heard.append(arguments[-4]), *[None] * 4)  # three numbers follow
+    kernels = Kernels(lambda *arguments: heard.append(arguments[-5]), *[None] * 3)  # four arguments follow
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     with replaced("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device")):

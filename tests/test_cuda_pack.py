@@ -176,3 +176,102 @@ def test_interval_masks_are_made_by_it() -> None:
     scores = torch.randn(1, 2, 1, 900, device=DEVICE).round(decimals=1)
     one, other = (PreparedMask.from_topk(x, 60, is_causal=True, local=5, reorder=True) for x in (scores, scores.cpu()))
     assert all(torch.equal(x.cpu(), y) for x, y in zip(one.tensors, other.tensors, strict=True))
+
+
+# Masks with one row for all queries
+
+WINDOWS = ((-1, -1), (-1, 0), (200, 30), (0, 0), (-5, 3), (3, -5))
+
+
+def check_keys(mask: Tensor, seqlen_q: int) -> None:
+    """Compare the intervals of a mask (B, H, 1, Lk) with those of plain PyTorch, with and without an order of keys."""
+    extension = around_extension(torch.ops.flash_dmattn)
+    for window in WINDOWS:
+        band = make_band(seqlen_q, mask.shape[3], window)
+        for reorder in (False, True):
+            actual, fresh = extension.row_intervals(mask, seqlen_q, band, reorder)
+            start, stop, order = PYTORCH.key_intervals(mask, seqlen_q, band, reorder)
+            wanted = (start, stop, order, *PYTORCH.interval_tiles(start, stop, order, seqlen_q))
+            assert not fresh
+            for name, x, y in zip(FIELDS, actual, wanted, strict=True):
+                assert torch.equal(x, y), f"{name}, {seqlen_q} queries, window {window}, reorder {reorder}"
+
+
+@pytest.mark.parametrize("density", (0.0, 0.03, 0.5, 1.0))
+@pytest.mark.parametrize("seqlen_q", (0, 1, 130, 1000))
+@pytest.mark.parametrize("shape", ((2, 3, 130), (1, 1, 1), (1, 2, 1040), (2, 1, 4095), (0, 1, 4), (1, 0, 4), (1, 1, 0)))
+def test_masks_of_keys(shape: tuple[int, int, int], seqlen_q: int, density: float) -> None:
+    """Scattered keys, runs that fill tiles, no keys and all."""
+    mask = torch.rand(*shape[:2], 1, shape[2], generator=torch.Generator().manual_seed(0)) < density
+    if density == 0.5:
+        mask[..., :400], mask[..., 400:700] = True, False
+    check_keys(mask.to(DEVICE), seqlen_q)
+
+
+def test_masks_of_keys_of_any_strides() -> None:
+    """Transposed, of every second byte, of other numbers than 1, between wide loads, expanded."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(3, (2, 2, 1, 1200), generator=generator, dtype=torch.uint8).mul_(127).to(DEVICE)
+    wide = numbers.view(torch.bool)
+    for mask in (
+        wide,
+        wide[..., ::2],
+        wide.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        wide[..., 8:1032],
+        wide[..., 16:1040],
+        wide[..., :1].expand(-1, -1, -1, 700),
+        wide[:1, :1].expand(3, 2, -1, -1),
+    ):
+        check_keys(mask, 300)
+
+
+@pytest.mark.parametrize("seqlen_k", (2**18, 2**18 + 1))
+def test_the_longest_mask_of_keys(seqlen_k: int) -> None:
+    """The last one fills the shared memory of a block; longer ones go another way."""
+    mask = (torch.arange(seqlen_k, device=DEVICE) % 5000 < 2).view(1, 1, 1, -1)
+    extension = around_extension(torch.ops.flash_dmattn)
+    actual, _ = extension.row_intervals(mask, 100, None, True)
+    start, stop, order = PYTORCH.key_intervals(mask, 100, None, True)
+    wanted = (start, stop, order, *PYTORCH.interval_tiles(start, stop, order, 100))
+    assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mask_shape", "bias_shape"),
+    (((1, 1), (1, 1)), ((1, 2), (1, 4)), ((3, 1), (3, 4)), ((3, 2), (1, 2)), ((1, 4), (3, 1)), ((3, 4), None)),
+)
+@pytest.mark.parametrize("bias_dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_keys_are_gathered_as_by_the_operator(
+    mask_shape: tuple[int, int], bias_shape: tuple[int, int] | None, bias_dtype: torch.dtype
+) -> None:
+    """Live tiles are compared, with zeros at their dead places. Counters are 0."""
+    generator, keys = torch.Generator().manual_seed(0), 600
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
+    k, v = draw(3, 4, keys, 64).bfloat16().transpose(1, 2), draw(3, keys, 4, 72).bfloat16()[..., :40]
+    bias = None if bias_shape is None else draw(*bias_shape, keys, 1).to(bias_dtype).mT
+    mask = (torch.rand(*mask_shape, 1, keys, generator=generator) < 0.3).to(DEVICE)
+    mask[:1, :, :, 100:] = False
+    band = make_band(500, keys, (-1, 0))
+    extension = around_extension(torch.ops.flash_dmattn)
+    made, (counters, *gathered) = extension.row_intervals(mask, 500, band, True, k, v, bias)
+    start, _, order, bounds, *_ = made
+    wanted = torch.ops.flash_dmattn.cuda_gather_keys(k, v, bias, order, bounds)
+    assert counters.dtype == torch.int32 and counters.numel() > 1000 and not counters.any()
+    live = (made[1] > start).sum(-1)
+    assert live.max() > 100 > live.min() > 0 or mask_shape[0] == 1
+    assert len(gathered) == len(wanted) == (2 if bias is None else 3)
+    for name, actual, other, source in zip("kv", gathered, wanted, (k, v), strict=False):
+        for batch in range(3):
+            for head in range(4):
+                row = min(batch, mask_shape[0] - 1), head * mask_shape[1] // 4
+                places, number = order[row].long(), int(live[row])
+                end = min(keys, -(-number // packing.TILE) * packing.TILE)
+                by_place = source[batch, places[:end], head].clone()
+                by_place[number:] = 0
+                assert torch.equal(actual[batch, :end, head], by_place), name
+                assert torch.equal(other[batch, :end, head], by_place), name
+    if bias is not None:
+        heads, batch = max(mask_shape[1], bias.shape[1]), max(mask_shape[0], bias.shape[0])
+        orders = order.repeat_interleave(heads // mask_shape[1], 1).expand(batch, -1, -1)[:, :, None].long()
+        by_place = bias.float().repeat_interleave(heads // bias.shape[1], 1).expand(batch, -1, -1, -1).gather(3, orders)
+        assert torch.equal(gathered[2], by_place) and torch.equal(wanted[2], by_place)

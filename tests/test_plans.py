@@ -132,9 +132,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     def stand_in(name: str) -> Callable[..., None]:
         return lambda *arguments: calls.append((name, *map(seen_of, arguments)))
 
-    gathers: tuple[Any, ...] = (lambda k, v, *_: (k.contiguous(), v.contiguous()), lambda bias, _: bias.float())
+    def gather(k: Tensor, v: Tensor, bias: Tensor | None, *_: Tensor) -> tuple[Tensor, ...]:
+        return k.contiguous(), v.contiguous(), *(() if bias is None else (bias.float(),))
+
     bits = lambda bounds, n: torch.zeros(*bounds.shape[:2], n, bounds.shape[2] // 32, dtype=torch.int32)
-    kernels = Kernels(stand_in("forward"), stand_in("backward"), *gathers, bits)
+    kernels = Kernels(stand_in("forward"), stand_in("backward"), gather, bits)
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
 
     def launch(self: Any, *tensors: Tensor | None) -> None:

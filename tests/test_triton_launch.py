@@ -106,6 +106,18 @@ def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int],
     assert alive() is None
 
 
+def test_numbers_of_each_launch_come_behind_its_tensors(streams: list[int]) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    kernel = Kernel()
+    launch, x = Launch(kernel, 5, (0.5, 64)), torch.zeros(4)
+    for number in (1, 2, 3):
+        launch(x, None, x, number)
+    assert [arguments[9:] for arguments in kernel.compiled.by_address] == [
+        (x.data_ptr(), None, x.data_ptr(), number, 0.5, 64) for number in (2, 3)
+    ]
+
+
 class Driver:
     """As the CUDA driver takes launches: it reads what lies at the addresses, and may call something or fail."""
 
@@ -151,6 +163,25 @@ def test_the_driver_gets_a_stream_addresses_and_numbers(streams: list[int], cuda
     pairs = [(z, z), (x, y), (y, x)]
     assert cuda.launches == [(*head, a.data_ptr(), b.data_ptr(), *tail) for a, b in pairs]
     assert launch.compiled.by_triton == launch.compiled.by_address == []
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+def test_the_driver_gets_the_numbers_of_each_launch(
+    streams: list[int], cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    monkeypatch.setattr(Kernel, "arg_names", ("x", "absent", "y", "first", "sizes", "scale", "BLOCK"))
+    signature = {"x": "*fp32", "absent": "constexpr", "y": "*bf16", "first": "i32", "sizes": ("i64", "i1")}
+    monkeypatch.setattr(
+        Compiled, "src", SimpleNamespace(signature={**signature, "scale": "fp32", "BLOCK": "constexpr"})
+    )
+    launch, x, y = Launch(Kernel(), 5, ((2**40, True), 0.5, 64)), torch.zeros(4), torch.zeros(4)
+    for number in (5, 0, -3):
+        launch(x, None, y, number)
+    assert [arguments[9:] for arguments in cuda.launches] == [
+        (x.data_ptr(), y.data_ptr(), number, 2**40, True, 0.5, 0, 0) for number in (0, -3)
+    ]
 
 
 @pytest.mark.parametrize("vendor", ["cuda"])

@@ -120,7 +120,7 @@ class DriverCall(NamedTuple):
     Attributes:
         launch: `cuLaunchKernelEx`.
         function: the kernel.
-        fill: writes stream and addresses: fill(buffer, place, stream, *addresses).
+        fill: writes stream, addresses and numbers: fill(buffer, place, stream, *addresses, *numbers).
         place: where they begin.
         blocks: blocks that no launch is using.
         make: makes a block.
@@ -135,9 +135,9 @@ class DriverCall(NamedTuple):
 
 
 def plan_driver_call(
-    compiled: Any, names: Sequence[str], arguments: Sequence[Any], grid: tuple[int, int, int]
+    compiled: Any, names: Sequence[str], arguments: Sequence[Any], grid: tuple[int, int, int], sent: int = 0
 ) -> DriverCall | None:
-    """Plan the launches of a compiled kernel whose arguments differ in the addresses of tensors alone.
+    """Plan the launches of a compiled kernel whose arguments differ in addresses, and in the first `sent` numbers.
 
     None if the kernel has arguments or attributes that only Triton's launcher knows.
     """
@@ -164,7 +164,7 @@ def plan_driver_call(
         addresses = [start + place for place in places]
         return Block(buffer, ctypes.c_void_p(start), (ctypes.c_void_p * len(addresses))(*addresses))
 
-    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q").pack_into
+    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q{sent}q").pack_into
     return DriverCall(_driver().cuLaunchKernelEx, ctypes.c_void_p(compiled.function), fill, _STREAM, [], make)
 
 
@@ -199,7 +199,7 @@ def _packed(kind: str, value: Any) -> bytes | None:
 class Launch:
     """One kernel with everything decided except its tensors: `launch(*tensors)`, in the order of its arguments.
 
-    A kernel may also take numbers that differ from launch to launch, behind its tensors. Its `do_not_specialize` names
+    A kernel may also take numbers that differ from launch to launch, behind its tensors; its `do_not_specialize` names
     them.
     It belongs to one device, which must be the current one at every call.
 
@@ -236,8 +236,8 @@ class Launch:
         run, stream_of, function, metadata = self.at_once
         stream = stream_of(self.device)
         if by_driver is None:
-            addresses = [None if x is None else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
-            run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.rest)
+            values = [x if x is None or isinstance(x, int) else x.data_ptr() for x in tensors]
+            run(*self.grid, stream, function, metadata, None, None, None, *values, *self.rest)
             return
         launch, kernel, fill, place, blocks, make = by_driver
         try:
@@ -245,7 +245,7 @@ class Launch:
         except IndexError:
             block = make()
         buffer, config, parameters = block
-        fill(buffer, place, stream, *[x.data_ptr() for x in tensors if x is not None])  # type: ignore[union-attr]
+        fill(buffer, place, stream, *[x if isinstance(x, int) else x.data_ptr() for x in tensors if x is not None])
         status = launch(config, kernel, parameters, None)
         blocks.append(block)
         if status == INVALID_CONTEXT:  # a thread without a context, to which Triton gives one
@@ -265,11 +265,12 @@ class Launch:
         if self.compiled is not None:
             active, compiled = driver.active, self.compiled
             self.device = active.get_current_device()
-            if not self.descriptors and not self.kernel.do_not_specialize:
+            if not self.descriptors:
                 run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
                 self.at_once = run, active.get_current_stream, function, metadata
                 if active.get_current_target().backend == "cuda":
-                    self.by_driver = plan_driver_call(compiled, self.kernel.arg_names, arguments, self.grid)
+                    sent = sum(isinstance(x, int) for x in tensors)
+                    self.by_driver = plan_driver_call(compiled, self.kernel.arg_names, arguments, self.grid, sent)
 
 
 _launches: Remembered[Launch] = Remembered(4096)

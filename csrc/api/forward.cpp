@@ -56,6 +56,7 @@ struct ForwardArguments {
   double dropout_p = 0;
   bool one_mask_row = false;
   int64_t outside = 0, zero = 0, group_shift = 0;
+  std::optional<Tensor> counters{};
 };
 
 // Chooses how the kernel reads the bias, and sets its fields.
@@ -121,10 +122,14 @@ void set_out(const ForwardArguments& call, const Sizes& sizes, ForwardParams& pa
   params.out_head_step = static_cast<int>(has_heads_first ? sizes.seqlen_q : 1);
 }
 
-// Counters set to 0, on the device of `like`. They live as long as the tensor that is returned.
-Tensor zero_counters(const char* op, const Tensor& like, int64_t count, cudaStream_t stream) {
-  Tensor counters = empty(like, {count}, ScalarType::Int);
-  check(cudaMemsetAsync(counters.mutable_data_ptr(), 0, count * sizeof(int), stream), op, "clearing counters");
+// Returns counters that are 0: the counters of the call, if they are enough. They live as long as the returned tensor.
+Tensor zero_counters(const ForwardArguments& call, int64_t count, cudaStream_t stream) {
+  if (call.counters.has_value() && call.counters->numel() >= count) {
+    check_array(call.op, *call.counters, "counters", {call.counters->numel()}, ScalarType::Int, call.q);
+    return *call.counters;
+  }
+  Tensor counters = empty(call.q, {count}, ScalarType::Int);
+  check(cudaMemsetAsync(counters.mutable_data_ptr(), 0, count * sizeof(int), stream), call.op, "clearing counters");
   return counters;
 }
 
@@ -170,7 +175,7 @@ Work schedule(const ForwardArguments& call, const Sizes& sizes, const Sizes& row
   // Tiles that are alike are scheduled statically.
   const bool needs_counter = (has_mask || is_banded) && params.num_work_tiles > work.blocks;
   if (needs_counter || tiles_split > 0) {
-    work.memory = zero_counters(call.op, call.q, 1 + tiles_split * tile.split_warps, stream);
+    work.memory = zero_counters(call, 1 + tiles_split * tile.split_warps, stream);
     int* const first = static_cast<int*>(work.memory.mutable_data_ptr());
     if (needs_counter) params.tile_counter = first;
     params.split_arrivals = first + 1;
@@ -320,10 +325,12 @@ void forward(const ForwardArguments& call) {
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
 // group_shift: 2^group_shift heads of a group are rows of one tile, so that their keys are read once.
+// counters: int32, of 0, which the call uses up if it needs no more of them; else it has its own.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
-                    bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift) {
+                    bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift,
+                    std::optional<Tensor> counters) {
   ForwardArguments call{"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap};
   call.mask = std::move(mask);
   call.low = low;
@@ -335,6 +342,7 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
   call.outside = outside;
   call.zero = zero;
   call.group_shift = group_shift;
+  call.counters = std::move(counters);
   forward(call);
 }
 
@@ -367,7 +375,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
-      "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift) -> ()");
+      "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift, Tensor(c!)? counters=None) -> ()");
   m.def(
       "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
       "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "

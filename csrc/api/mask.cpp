@@ -20,15 +20,6 @@ using torch::stable::Tensor;
 
 constexpr const char* kName = "cuda_pack_mask";
 
-// Whether every row of the mask starts and ends on 16 bytes and keys have unit stride. A dim of size 1 may have any
-// stride: it is never taken.
-bool rows_are_aligned(const Tensor& mask) {
-  bool aligned = mask.stride(3) == 1 && mask.size(3) % 16 == 0;
-  aligned &= reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
-  for (int dim = 0; dim < 3; ++dim) aligned &= mask.size(dim) <= 1 || mask.stride(dim) % 16 == 0;
-  return aligned;
-}
-
 // Returns (bits, classes, row_lists, col_lists), the TileMask of flash_dmattn/masks/prepared/storage.py, of a bool mask
 // (B, H, Lq, Lk) of any strides, 0 included. With has_band the band low <= j - i <= high is folded in.
 std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_band) {

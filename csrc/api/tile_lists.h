@@ -1,4 +1,4 @@
-// The lists of tiles that every form of mask with tiles has.
+// For operators that pack masks: how rows of bools are read, and the lists of tiles.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,15 @@
 #include "common.h"
 
 namespace flash_dmattn {
+
+// Whether every row of the mask starts and ends on 16 bytes and keys have unit stride. A dim of size 1 may have any
+// stride: it is never taken.
+inline bool rows_are_aligned(const torch::stable::Tensor& mask) {
+  bool aligned = mask.stride(3) == 1 && mask.size(3) % 16 == 0;
+  aligned &= reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) aligned &= mask.size(dim) <= 1 || mask.stride(dim) % 16 == 0;
+  return aligned;
+}
 
 // Returns (row_lists, col_lists) of classes (B, H, Tq, Tk), or (B, H, Tk, Tq) with `columns_are_contiguous`, whose
 // blocks the caller has found to be few enough: B * H * (Tq + Tk) fit int32.

@@ -122,15 +122,32 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
-def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
-    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call."""
+def plan_view(
+    problem: AttentionProblem, choice: MaskChoice, forward: Backend, arrival: Arrival
+) -> Callable[[Any, Tensor, Tensor, Tensor | None], MaskView] | None:
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call.
+
+    The function takes the mask, then k, v and bias as the call has them: see `MaskView.fresh`.
+    """
     if problem.mask_form == choice.form:
-        return (lambda mask: MaskView("dense", (mask,))) if choice.form == "dense" else (lambda mask: mask.view)
+        if choice.form == "dense":
+            return lambda mask, *operands: MaskView("dense", (mask,))
+        return lambda mask, *operands: mask.view
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
-    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+    prepare = plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+    if choice.form != "intervals" or not forward.takes_fresh(problem):
+        return lambda mask, *operands: prepare(mask)
+    has_keys, turns = problem.bias_class == "key", arrival != "rows"
+
+    def view(mask: Any, k: Tensor, v: Tensor, bias: Tensor | None) -> MaskView:
+        if turns:
+            k, v = in_rows(k, arrival), in_rows(v, arrival)
+        return prepare(mask, k, v, bias if has_keys else None)
+
+    return view
 
 
 def convert(
@@ -302,17 +319,23 @@ class IntervalWalk(NamedTuple):
     order: Tensor | None
 
 
-def interval_walk(problem: AttentionProblem, mask: MaskView, in_order: bool = True) -> IntervalWalk:
-    """Return the tiles of an interval mask: in its order if the call follows it and wants it, else listed again."""
-    start, stop, order, bounds, row_lists, col_lists = mask.tensors
-    if order.shape[2] == 0:
-        return IntervalWalk(bounds, row_lists, col_lists, None)
-    if in_order and follows_order(problem, mask):
-        return IntervalWalk(bounds, row_lists, col_lists, order)
-    from ..masks.prepared import operators  # importing flash_dmattn does not need it
+def interval_walk(problem: AttentionProblem, in_order: bool = True) -> Callable[[MaskView], IntervalWalk]:
+    """Return the tiles of interval masks: in their order if the calls follow it and want it, else listed again."""
+    heads, seqlen_q = (1, problem.num_heads_k), problem.seqlen_q
+    may_follow = in_order and may_follow_order(problem)
 
-    _, bounds, row_lists, col_lists = operators.interval_walk(start, stop, problem.seqlen_q, reorder=False)
-    return IntervalWalk(bounds, row_lists, col_lists, None)
+    def walk(mask: MaskView) -> IntervalWalk:
+        start, stop, order, bounds, row_lists, col_lists = mask.tensors
+        if order.shape[2] == 0:
+            return IntervalWalk(bounds, row_lists, col_lists, None)
+        if may_follow and order.shape[1] in heads:
+            return IntervalWalk(bounds, row_lists, col_lists, order)
+        from ..masks.prepared import operators  # importing flash_dmattn does not need it
+
+        _, bounds, row_lists, col_lists = operators.interval_walk(start, stop, seqlen_q, reorder=False)
+        return IntervalWalk(bounds, row_lists, col_lists, None)
+
+    return walk
 
 
 def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
@@ -322,8 +345,12 @@ def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
     saves. Not if the heads of a group have masks of their own, because they share k and v. Not with dropout, whose
     random numbers go by the number of a key.
     """
-    has_one_order = mask.tensors[2].shape[1] in (1, problem.num_heads_k)
-    return has_one_order and problem.dropout_p == 0 and not reads_scores(problem)
+    return mask.tensors[2].shape[1] in (1, problem.num_heads_k) and may_follow_order(problem)
+
+
+def may_follow_order(problem: AttentionProblem) -> bool:
+    """Return what `follows_order` does, of masks that have one order for the heads of a group."""
+    return problem.dropout_p == 0 and not reads_scores(problem)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:

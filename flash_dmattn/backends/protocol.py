@@ -148,6 +148,7 @@ class Backend:
         reads_as_arrived: whether a pass takes q, k and v in the layout `arrival` of the problem, head-first
             (B, H, L, D) or as tokens (T, H, D), and returns their gradients in it. The results of tokens then are
             (T, Hq, Dv) and (Hq, T). Other passes get views (B, L, H, D).
+        takes_fresh: whether its forward pass uses `MaskView.fresh` of an interval mask that the call has made.
         repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
             as `mask_repeat` and `bias_repeat` of `Flags` tell.
         refuses_entries: for a backend without `repeats_entries`: why a pass refuses a mask or a bias that some entries
@@ -178,6 +179,7 @@ class Backend:
     mask_forms: frozenset[MaskForm] = frozenset({"dense"})
     reads_dense: Callable[[AttentionProblem, Direction], bool] = lambda problem, direction: False
     reads_as_arrived: Callable[[AttentionProblem, Direction], bool] = lambda problem, direction: False
+    takes_fresh: Callable[[AttentionProblem], bool] = lambda problem: False
     repeats_entries: bool = False
     refuses_entries: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: (
         "this backend takes 1 or all"

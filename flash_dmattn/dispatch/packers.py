@@ -3,13 +3,15 @@
 | | Hopper | other GPUs | elsewhere |
 | --- | --- | --- | --- |
 | masks with a row for each query | CUDA extension | Triton | PyTorch |
-| masks with one row, or for sequences | Triton | Triton | PyTorch |
+| masks with one row for few queries, or for sequences | Triton | Triton | PyTorch |
+| other masks with one row | CUDA extension; Triton beyond 2^18 keys | Triton | PyTorch |
 | caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,11 @@ from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
 from .config import disabled
 from .registry import works
+
+# A block can count so many keys of a mask with one row: `kMostMaskKeys` of csrc.
+MOST_KEYS = 2**18
+# A forward pass has up to 16 counters for each work tile that blocks share, and fewer such tiles than SMs.
+COUNTERS = 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
@@ -86,6 +93,7 @@ def around_extension(operators: Any) -> Packer:
     """Return the packer of the operators of the extension, by their names; the rest is Triton's or PyTorch's."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
+    key_mask = operators.cuda_key_mask.default
     rest = _triton_packer() or operators.PYTORCH
 
     def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
@@ -95,6 +103,26 @@ def around_extension(operators: Any) -> Packer:
     def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
         bounds, row_lists, col_lists = interval_tiles(start, stop, order, seqlen_q)
         return bounds, row_lists, col_lists
+
+    def row_intervals(
+        mask: Tensor,
+        seqlen_q: int,
+        band: Band | None,
+        reorder: bool,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        seqlen_k = mask.size(3)
+        if seqlen_k > MOST_KEYS:
+            return rest.row_intervals(mask, seqlen_q, band, reorder)
+        low, high = band or (-seqlen_q, seqlen_k)
+        if k is None or v is None:
+            return key_mask(mask, seqlen_q, low, high, reorder, 0, None, None, None), ()
+        if not reorder or (k.data_ptr() | v.data_ptr()) % 16:
+            k = v = bias = None
+        made = key_mask(mask, seqlen_q, low, high, reorder, COUNTERS, k, v, bias)
+        return made[:6], made[6:]
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
         if keys.dtype != torch.int32:  # of scores in fp64
@@ -108,7 +136,11 @@ def around_extension(operators: Any) -> Packer:
         return order_keys(start, stop, seqlen_q)
 
     return rest._replace(
-        pack_tiles=pack_tiles, interval_tiles=list_intervals, topk_intervals=find_topk, key_order=key_order
+        pack_tiles=pack_tiles,
+        row_intervals=row_intervals,
+        interval_tiles=list_intervals,
+        topk_intervals=find_topk,
+        key_order=key_order,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view, tangent_gradients_of, tangents_of
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
@@ -43,7 +45,8 @@ class Plan:
             one.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
-        view: converts the mask of an unwatched call to the chosen form; None if `view_of` has to do it.
+        view: converts the mask of an unwatched call to the chosen form, (mask, k, v, bias) -> view; None if `view_of`
+            has to do it.
         strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
             mask.
     """
@@ -60,7 +63,7 @@ class Plan:
     fallback: Fallback | None = None
     run_forward: Forward | None = None
     run_backward: Backward | None = None
-    view: Callable[[Any], MaskView] | None = None
+    view: Callable[[Any, Tensor, Tensor, Tensor | None], MaskView] | None = None
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
@@ -108,7 +111,7 @@ def make_plan(
         plan,
         run_forward=forward_pass(forward, p),
         run_backward=None if backward is None else backward_pass(backward, p),
-        view=plan_view(described, choice),
+        view=plan_view(described, choice, forward, arrival),
         strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,16 @@ class MaskView(NamedTuple):
     * "lists": keys, count, slots.
 
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
+
+    Attributes:
+        form, tensors: as above.
+        fresh: counters of 0, and if keys have an order also k and v and a bias of one value per key in this order. The
+            packer of a call makes them for its forward pass, which may use them once. Nothing saves them.
     """
 
     form: MaskForm = "none"
     tensors: tuple[Tensor, ...] = ()
+    fresh: Sequence[Tensor] = ()
 
     @property
     def dense(self) -> Tensor | None:

@@ -33,7 +33,7 @@ REWRITES = (
     # Operators ask for the device of their tensors.
     (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),
     # Scratch memory starts as what no kernel writes.
-    (re.compile(r"return (torch::stable::new_empty\(.*\));"), r"return ::emulation::unwritten(\1);"),
+    (re.compile(r"return (torch::stable::Tensor\(made\));"), r"return ::emulation::unwritten(\1);"),
     # How many multiprocessors there are, and which driver, may change and is asked for again.
     (re.compile(r"static ((?:std::array<.*>|const bool) known)"), r"\1"),
 )

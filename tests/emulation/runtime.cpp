@@ -71,6 +71,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  ++emulation::launches;
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -85,6 +86,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
 // For Python, by ctypes.
 __attribute__((visibility("default"))) void emulation_configure(int num_sms, uint64_t seed) {
   emulation::settings = {num_sms, seed};
+}
+
+// How many kernels and memsets have been launched; with `leaves_out` no kernel runs from now on.
+__attribute__((visibility("default"))) int emulation_launches(int leaves_out) {
+  emulation::settings.leaves_out = leaves_out != 0;
+  return emulation::launches;
 }
 
 // The number of blocks in a cluster of a launch by this driver; negative where the launch may start early.

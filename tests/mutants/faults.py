@@ -81,8 +81,8 @@ _PYTHON = (
     Fault(
         "keys follow an order beside dropout",
         "flash_dmattn/backends/mask_choice.py",
-        "return has_one_order and problem.dropout_p == 0 and not",
-        "return has_one_order and not",
+        "return problem.dropout_p == 0 and not reads_scores(problem)",
+        "return not reads_scores(problem)",
         (f"{_INTERPRETED}test_interval_masks",),
     ),
     Fault(
@@ -536,6 +536,20 @@ _CSRC = (
         "{entries, heads, sizes.seqlen_q, tiles_k * kTileWords}",
         "{entries, heads, allowed.size(2), tiles_k * kTileWords}",
         ("tests/test_cuda_arguments.py::test_each_tensor_changed_alone_is_refused[forward tiles-cuda]",),
+    ),
+    Fault(
+        "a tile of queries sees the first key that only the rows before it see",
+        "csrc/sm90/mask/key_mask.cu",
+        "const int some_from = first_row + p.low,",
+        "const int some_from = first_row + p.low - 1,",
+        ("tests/test_cuda_pack.py::test_masks_of_keys[shape2-1000-0.5]",),
+    ),
+    Fault(
+        "a call uses the counters that it gets, also if they are too few",
+        "csrc/api/forward.cpp",
+        "call.counters.has_value() && call.counters->numel() >= count",
+        "call.counters.has_value()",
+        ("tests/test_cuda_arguments.py::test_counters_of_a_call[cuda]",),
     ),
     Fault(
         "every box of a block is read from its first page",

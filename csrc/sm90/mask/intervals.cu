@@ -1,10 +1,7 @@
 // The kernels of interval masks: what the attention kernels walk of one, and keys and values in its order.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../kernel_launch.h"
-#include "../operands.h"
 #include "mask.h"
+#include "pack_ops.h"
 
 namespace flash_dmattn {
 namespace {
@@ -51,14 +48,26 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
   }
 }
 
-constexpr int kThreads = 256, kLanes = 8;  // lanes of a row of k and v
+constexpr int kThreads = 256, kLanes = kGatherLanes, kRows = kThreads / kLanes;
+
+// A block takes values of a bias per key.
+__device__ void place_bias(const GatherKeysParams& p, int64_t block) {
+  const int64_t at = block * kThreads + threadIdx.x, length = p.places.length;
+  if (at >= length * p.bias_batch * p.bias_heads) return;
+  const int64_t pair = at / length, batch = pair / p.bias_heads;
+  const int head = static_cast<int>(pair - batch * p.bias_heads);
+  const int64_t mask = mask_of(p.bias_masks, HeadAt{static_cast<int>(batch), head});
+  p.placed_bias[at] = bias_at(p.bias, batch, head, p.places.order[mask * length + at % length]);
+}
 
 // Rows of dead keys are zeros beside live ones, because a product takes them all and 0 * NaN is NaN. Tiles of dead keys
 // alone are read by nobody and stay as they are.
 __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_constant__ GatherKeysParams p) {
   griddep_wait();
+  const int64_t block = blockIdx.x - (p.rows + kRows - 1) / kRows;  // behind the blocks of k and v
+  if (block >= 0) return place_bias(p, block);
   const int lane = threadIdx.x % kLanes;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
   if (row >= p.rows) return;
   const PlacesOfKeys& places = p.places;
   const int64_t batch_place = row / p.num_heads, batch = batch_place / places.length;
@@ -71,32 +80,7 @@ __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_cons
   const bool keeps = is_live(place);
   const int64_t key = places.order[mask * places.length + place];
 #pragma unroll
-  for (const GatherKeysParams::Tensor* rows : {&p.k, &p.v}) {
-    const char* const from =
-        static_cast<const char*>(rows->from) + batch * rows->stride_b + key * rows->stride_l + head * rows->stride_h;
-    uint4* const to = static_cast<uint4*>(rows->to) + row * rows->chunks;
-    for (int chunk = lane; chunk < rows->chunks; chunk += kLanes) {
-      to[chunk] = keeps ? reinterpret_cast<const uint4*>(from)[chunk] : make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) gather_bias_kernel(const __grid_constant__ GatherBiasParams p) {
-  griddep_wait();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= p.total) return;
-  const int64_t pair = at / p.seqlen, batch = pair / p.heads;
-  const int head = static_cast<int>(pair - batch * p.heads);
-  const int64_t mask = mask_of(p.masks, HeadAt{static_cast<int>(batch), head});
-  const int64_t from = batch * p.bias.stride_b + head / p.bias.heads_per_bias * p.bias.stride_h +
-                       p.order[mask * p.seqlen + at % p.seqlen] * p.bias.stride_k;
-  if (p.bias.dtype == BiasDtype::kFloat32) {
-    p.to[at] = static_cast<const float*>(p.bias.data)[from];
-  } else if (p.bias.dtype == BiasDtype::kFloat16) {
-    p.to[at] = __half2float(static_cast<const __half*>(p.bias.data)[from]);
-  } else {
-    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias.data)[from]);
-  }
+  for (const GatherKeysParams::Tensor* rows : {&p.k, &p.v}) copy_row(*rows, batch, key, head, row, keeps, lane);
 }
 
 // A block takes a tile, a thread of it a row.
@@ -125,10 +109,6 @@ __global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_const
 
 }  // namespace
 
-cudaError_t launch_gather_bias(const GatherBiasParams& params, cudaStream_t stream) {
-  return KernelLaunch((params.total + kThreads - 1) / kThreads, kThreads, stream).run(gather_bias_kernel, params);
-}
-
 cudaError_t launch_interval_bits(const IntervalBitsParams& params, int64_t heads, cudaStream_t stream) {
   return KernelLaunch(heads * params.tiles_q * params.tiles_k, kTile, stream).run(interval_bits_kernel, params);
 }
@@ -138,8 +118,9 @@ cudaError_t launch_interval_tiles(const IntervalTilesParams& params, int64_t hea
 }
 
 cudaError_t launch_gather_keys(const GatherKeysParams& params, cudaStream_t stream) {
-  constexpr int64_t kRows = kThreads / kLanes;
-  return KernelLaunch((params.rows + kRows - 1) / kRows, kThreads, stream).run(gather_keys_kernel, params);
+  const int64_t values = int64_t{params.bias_batch} * params.bias_heads * params.places.length;
+  const int64_t blocks = (params.rows + kRows - 1) / kRows + (values + kThreads - 1) / kThreads;
+  return KernelLaunch(blocks, kThreads, stream).run(gather_keys_kernel, params);
 }
 
 }  // namespace flash_dmattn

@@ -6,43 +6,11 @@
 // a long list do not lie side by side, the classes of neighbouring lists do: a block reads 32 lists together.
 #include "../../api/integers.h"
 #include "../kernel_launch.h"
-#include "../operands.h"
 #include "mask.h"
+#include "pack_ops.h"
 
 namespace flash_dmattn {
 namespace {
-
-constexpr unsigned kAll = 0xffffffffu;
-constexpr int kPartial = 1, kFull = 2;
-
-// How many full and partial tiles a list has so far.
-struct Count {
-  int full = 0, partial = 0;
-};
-
-// Adds 32 tiles, one of each lane. Lanes beyond the end hold a class that is none of the three.
-__device__ __forceinline__ void count_tiles(int kind, Count& count) {
-  count.full += __popc(__ballot_sync(kAll, kind == kFull));
-  count.partial += __popc(__ballot_sync(kAll, kind == kPartial));
-}
-
-// Writes the indices of 32 tiles from `start` on after the tiles that `placed` counts, and counts them too.
-__device__ __forceinline__ void place_tiles(int kind, int start, int length, const Count& all, Count& placed,
-                                            int32_t* indices) {
-  const int lane = threadIdx.x % 32, tile = start + lane;
-  const unsigned lanes_before = (1u << lane) - 1;
-  const unsigned full_lanes = __ballot_sync(kAll, kind == kFull);
-  const unsigned partial_lanes = __ballot_sync(kAll, kind == kPartial);
-  const int full_before = placed.full + __popc(full_lanes & lanes_before);
-  const int partial_before = placed.partial + __popc(partial_lanes & lanes_before);
-  const int empty_before = tile - full_before - partial_before;
-  const int place = kind == kFull      ? full_before
-                    : kind == kPartial ? all.full + partial_before
-                                       : all.full + all.partial + empty_before;
-  if (tile < length) indices[place] = tile;
-  placed.full += __popc(full_lanes);
-  placed.partial += __popc(partial_lanes);
-}
 
 // Where the lists of a kind lie, and the classes of a list: the classes of list i of head h start at
 // classes + h * Tq * Tk + i * list_stride, tile_stride apart.
@@ -67,7 +35,6 @@ __device__ __forceinline__ Lists lists_of(const ListTilesParams& p, bool is_row)
 __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const __grid_constant__ ListTilesParams p) {
   griddep_wait();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
   if (list >= p.num_lists) return;  // whole warps
   const bool is_row = list < p.num_rows;
   const int64_t index = is_row ? list : list - p.num_rows;
@@ -76,18 +43,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
   const int line = static_cast<int>(index - head * lists.number);
   const uint8_t* classes = p.classes + head * p.tiles_q * p.tiles_k + line * lists.list_stride;
   int32_t* out = list_of(lists.out, head, lists.number, line, lists.length);
-  auto class_of = [&](int tile) {
-    return tile < lists.length ? static_cast<int>(classes[tile * lists.tile_stride]) : -1;
-  };
-  Count all, placed;
-  for (int start = 0; start < lists.length; start += 32) count_tiles(class_of(start + lane), all);
-  if (lane == 0) {
-    out[0] = all.full;
-    out[1] = all.partial;
-  }
-  for (int start = 0; start < lists.length; start += 32) {
-    place_tiles(class_of(start + lane), start, lists.length, all, placed, out + 2);
-  }
+  write_list(out, lists.length, [&](int tile) { return classes[tile * lists.tile_stride]; });
 }
 
 constexpr int kNeighbours = 32, kWarps = 8, kListsOfWarp = kNeighbours / kWarps;

@@ -29,6 +29,11 @@ cudaError_t sort_codes(SortCodesParams& params, cudaStream_t stream);
 cudaError_t launch_interval_tiles(const IntervalTilesParams& params, int64_t heads, cudaStream_t stream);
 cudaError_t launch_interval_bits(const IntervalBitsParams& params, int64_t heads, cudaStream_t stream);
 cudaError_t launch_gather_keys(const GatherKeysParams& params, cudaStream_t stream);
-cudaError_t launch_gather_bias(const GatherBiasParams& params, cudaStream_t stream);
+// A block has the bits of a whole row of the mask in shared memory, 20 bytes for each 128 keys: 40 KB.
+constexpr int64_t kMostMaskKeys = 1 << 18;
+// Each of them reads the whole row, so that more than a GPU runs at a time would only read.
+constexpr int64_t kMostBlocksOfMask = 256;
+// heads: B * H of the mask. Sets `blocks`.
+cudaError_t launch_key_mask(KeyMaskParams params, int64_t heads, cudaStream_t stream);
 
 }  // namespace flash_dmattn

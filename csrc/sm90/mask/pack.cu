@@ -11,41 +11,26 @@
 #include "../../dispatch.h"
 #include "../kernel_launch.h"
 #include "mask.h"
+#include "pack_ops.h"
 
 namespace flash_dmattn {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kRowsPerWarp = kTile / kWarps;
-constexpr int kLaneKeys = kStripKeys / 32;
 constexpr int kStripTiles = kStripKeys / kTile;
 constexpr int kTileLanes = kTile / kLaneKeys;
-constexpr unsigned kAll = 0xffffffffu;
 constexpr unsigned kLaneFull = (1u << kLaneKeys) - 1;
 // Wide loads in flight per thread: 8 x 16 bytes, in 32 registers.
 constexpr int kInFlight = 8;
 static_assert(kTileWords == 4, "the bits of a row of a tile are 16 bytes");
-static_assert(kLaneKeys == 16 && kStripTiles == 4, "a lane holds one 16-byte load, a warp row has four tiles");
+static_assert(kLaneKeys == kStripKeys / 32 && kStripTiles == 4, "a lane holds one 16-byte load, a warp row has four tiles");
 
 template <bool kWideLoads, bool kBand>
 struct PackTraits {
   static constexpr bool kWide = kWideLoads;
   static constexpr bool kHasBand = kBand;
 };
-
-// Bit k of the result says whether byte k is not 0. The sum sets bit 7 of a byte if any lower bit is set. The product
-// moves bit 7 of byte k to bit 28 + k, and no two partial products meet.
-__device__ unsigned nibble(unsigned four) {
-  const unsigned nonzero = (((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u;
-  return (nonzero * 0x00204081u) >> 28;
-}
-
-__device__ unsigned bits_of(const uint4& keys) {
-  return nibble(keys.x) | nibble(keys.y) << 4 | nibble(keys.z) << 8 | nibble(keys.w) << 12;
-}
-
-// The n lowest bits of a lane, for any n.
-__device__ unsigned ones_below(int n) { return (1u << min(max(n, 0), kLaneKeys)) - 1; }
 
 // The lane's 16 keys as bits, from bytes of any stride: the warp reads 32 neighbouring keys at a time and votes. Lane 8
 // t of wanted_lanes says whether tile t of the strip is read.
@@ -57,7 +42,7 @@ __device__ unsigned load_narrow(const uint8_t* row, int64_t stride_k, int first_
     const int key = first_key + word * kWord + lane;
     const bool wanted = wanted_lanes >> word / kTileWords * kTileLanes & 1;  // the word lies in one tile
     const bool allowed = wanted && key < seqlen_k && row[key * stride_k] != 0;
-    const unsigned voted = __ballot_sync(kAll, allowed);
+    const unsigned voted = __ballot_sync(kAllLanes, allowed);
     if (lane / 2 == word) lane_bits = voted >> lane % 2 * kLaneKeys & kLaneFull;
   }
   return lane_bits;
@@ -109,7 +94,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
       const int offset = row - lane_key;
       lane_bits &= ones_below(offset + p.high + 1) & ~ones_below(offset + p.low);
     }
-    const unsigned upper = __shfl_down_sync(kAll, lane_bits, 1);
+    const unsigned upper = __shfl_down_sync(kAllLanes, lane_bits, 1);
     if (row < p.seqlen_q) {
       seen |= lane_bits;
       full &= lane_bits;
@@ -136,7 +121,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
       for (int n = 0; n < kInFlight; ++n) finish_row(first_row + (start + n) * kWarps + warp, bits_of(keys[n]));
     }
   } else {
-    const unsigned reached_lanes = __ballot_sync(kAll, reached);
+    const unsigned reached_lanes = __ballot_sync(kAllLanes, reached);
 #pragma unroll 1
     for (int n = 0; n < kRowsPerWarp; ++n) {
       const int row = first_row + n * kWarps + warp;
@@ -147,8 +132,8 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
 
   // Lanes 8 t to 8 t + 7 hold tile t of the strip, for the warp's rows.
   __shared__ unsigned seen_lanes[kWarps], full_lanes[kWarps];
-  const unsigned any_seen = __ballot_sync(kAll, seen != 0);
-  const unsigned all_full = __ballot_sync(kAll, full == kLaneFull);
+  const unsigned any_seen = __ballot_sync(kAllLanes, seen != 0);
+  const unsigned all_full = __ballot_sync(kAllLanes, full == kLaneFull);
   if (lane == 0) {
     seen_lanes[warp] = any_seen;
     full_lanes[warp] = all_full;
@@ -156,7 +141,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
   __syncthreads();  // the four threads below read what all warps wrote
   const int tile = strip * kStripTiles + threadIdx.x;
   if (threadIdx.x < kStripTiles && tile < p.tiles_k) {
-    unsigned any = 0, all = kAll;
+    unsigned any = 0, all = kAllLanes;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       any |= seen_lanes[w];

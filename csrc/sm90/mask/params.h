@@ -81,7 +81,11 @@ struct IntervalTilesParams {
   int seqlen_q, seqlen_k, tiles_q, tiles_k;
 };
 
-// Gathers k and v in an order of keys.
+// Lanes that copy a row of k or v.
+constexpr int kGatherLanes = 8;
+
+// Gathers k and v in an order of keys, and a bias per key in fp32. Heads of the bias' result share heads of the bias and of
+// the order.
 struct GatherKeysParams {
   struct Tensor {
     const void* from;  // (B, L, H, D), rows aligned to 16 bytes
@@ -93,16 +97,37 @@ struct GatherKeysParams {
   PlacesOfKeys places;
   int64_t rows;  // B * length * H
   int num_heads;
+  BiasValues bias;     // without values if there is none
+  float* placed_bias;  // (bias_batch, bias_heads, length), contiguous
+  int bias_batch, bias_heads;
+  MaskHeads bias_masks;
 };
 
-// Gathers a bias per key in an order of keys, in fp32. Heads of the result share heads of the bias and of the order.
-struct GatherBiasParams {
+// Packs a bool mask with one row for all queries as an interval mask, and gathers what a call reads in its order.
+struct KeyMaskParams {
+  const uint8_t* mask;  // (B, H, 1, Lk), any strides; 0 is False, any other byte True
+  int64_t stride_b, stride_h, stride_k;
+  bool has_batch;      // whether there are several B
+  bool is_wide;        // rows start and end on 16 bytes and keys have unit stride
+  int32_t* start;      // (B, H, Lk), contiguous
+  int32_t* stop;       // (B, H, Lk), contiguous
+  int32_t* order;      // (B, H, Lk), contiguous; null where places are keys
+  int2* bounds;        // (B, H, 128 Tk), contiguous
+  int32_t* row_lists;  // (B, H, Tq, 2 + Tk), contiguous
+  int32_t* col_lists;  // (B, H, Tk, 2 + Tq), contiguous
+  int num_heads, seqlen_q, seqlen_k, tiles_q, tiles_k;
+  int low, high;               // the band: low <= j - i <= high, both in [-Lq, Lk]
+  int first_seen, end_of_seen; // the keys that the band leaves to some query
+  int blocks;                  // of a mask
+  int32_t* counters;           // set to 0
+  int num_counters;
+  // With an order: k and v of all batch entries that read a mask, and all heads; null without.
+  GatherKeysParams::Tensor k, v;
+  int batch, num_heads_k;
+  // The same of a bias per key; null without.
   BiasValues bias;
-  float* to;             // (batch, heads, L), contiguous
-  const int32_t* order;  // (Bm, Hm, L)
-  int64_t total;         // batch * heads * L
-  int seqlen, heads;
-  MaskHeads masks;
+  float* placed_bias;  // (bias_batch, bias_heads, Lk), contiguous
+  int bias_batch, bias_heads;
 };
 
 // Bits of an interval mask, as a packed mask has them.

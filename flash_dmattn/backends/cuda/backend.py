@@ -10,7 +10,7 @@ from . import extension, sequences
 from .group_rows import has_group_rows
 from .operands import copies_bias, copy_note, forward_copies_bias
 from .parts import part_notes, refuses_entries
-from .passes import plan_backward, plan_forward
+from .passes import plan_backward, plan_forward, takes_fresh
 from .rules import AUTO_RULES, RULES
 
 
@@ -73,6 +73,7 @@ BACKEND = Backend(
     # With one query the heads of a group become rows of one tile, and their mask is packed after that.
     reads_dense=lambda problem, direction: direction == "forward" and has_group_rows(problem),
     # Tokens without views; no pass takes head-first tensors.
+    takes_fresh=takes_fresh,
     reads_as_arrived=lambda problem, direction: (
         problem.arrival == "tokens" and accepts_packed_layout(problem, direction)
     ),

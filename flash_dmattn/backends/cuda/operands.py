@@ -26,7 +26,6 @@ class Kernels(NamedTuple):
     attend: Callable[..., Any]
     differentiate: Callable[..., Any]
     gather_keys: Callable[..., list[Tensor]]
-    gather_bias: Callable[..., Tensor]
     interval_bits: Callable[..., Tensor]
 
 
@@ -38,7 +37,6 @@ def kernels() -> Kernels:
         operators.cuda_forward_kernel.default,
         operators.cuda_backward_kernel.default,
         operators.cuda_gather_keys.default,
-        operators.cuda_gather_bias.default,
         operators.cuda_interval_bits.default,
     )
 

@@ -17,7 +17,7 @@ from ...gradients import (
     query_gradient,
     run_without_keys,
 )
-from ...problem import AttentionProblem, Gradients, MaskView, make_band
+from ...problem import AttentionProblem, Gradients, MaskView, fits_tma, make_band
 from ...problem.inputs import Inputs, Saved
 from ...reference.lists import repeat_heads
 from ...reference.sinks import sink_gradient
@@ -75,26 +75,33 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
-    distances, shift = _distances(p), group_shift(p)
+    distances, shift, has_keys = _distances(p), group_shift(p), p.bias_class == "key"
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         q, k, v, mask, bias, sink, _, dropout = x
         q, k, v = read_rows(q, k, v)
         walked: Sequence[Tensor] = ()
+        counters, *gathered = mask.fresh or (None,)
         if read_tiles is not None:
             allowed, row_lists, _, order = read_tiles(mask)
             walked = (allowed, row_lists)
             if order is not None:
-                k, v, bias = _in_order(p, k, v, bias, allowed, order)
+                k, v, bias = _in_order(has_keys, k, v, bias, allowed, order, gathered)
         if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, shift)
-        attend(q, k, v, walked, bias, sink, out, lse, *numbers)
+        attend(q, k, v, walked, bias, sink, out, lse, *numbers, counters)
 
     return run
+
+
+def takes_fresh(p: AttentionProblem) -> bool:
+    """Return whether the forward pass reads its mask once, and the packer can read k and v of a class of calls."""
+    fits = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
+    return fits and has_pairs(p) and not has_group_rows(p) and part_size(p) == p.batch
 
 
 def _distances(p: AttentionProblem) -> tuple[int, int]:
@@ -109,28 +116,35 @@ def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tens
         bits, _, row_lists, col_lists = mask.tensors
         return bits, row_lists, col_lists, None
 
-    # Kernels with a bias of one value per score read bits and no bounds.
-    reads_bits = reads_scores(p)
+    read_intervals = interval_walk(p)
 
-    def read_intervals(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        walk = interval_walk(p, mask)
-        if not reads_bits:
-            return walk
-        return kernels().interval_bits(walk.bounds, p.seqlen_q), *walk[1:]
+    # Kernels with a bias of one value per score read bits and no bounds, and keys in no order.
+    def read_bits(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, None]:
+        bounds, row_lists, col_lists, _ = read_intervals(mask)
+        return kernels().interval_bits(bounds, p.seqlen_q), row_lists, col_lists, None
 
     if p.mask_form == "none":
         return None
-    return read_tiles if p.mask_form == "tiles" else read_intervals
+    return read_tiles if p.mask_form == "tiles" else read_bits if reads_scores(p) else read_intervals
 
 
 def _in_order(
-    p: AttentionProblem, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, order: Tensor
+    has_keys: bool,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    allowed: Tensor,
+    order: Tensor,
+    gathered: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bring k, v and a bias of one value per key into an order of keys."""
-    k, v = kernels().gather_keys(k, v, order, allowed)
+    """Bring k, v and a bias into an order of keys; `gathered` has them where that is done.
+
+    The bias has one value per key if `has_keys`.
+    """
+    k, v, *biases = gathered or kernels().gather_keys(k, v, bias if has_keys else None, order, allowed)
     if bias is not None:
         # A bias of another class that follows an order has one value for all keys.
-        bias = kernels().gather_bias(bias, order) if p.bias_class == "key" else bias[..., : k.shape[1]]
+        bias = biases[0] if has_keys else bias[..., : k.shape[1]]
     return k, v, bias
 
 
@@ -197,7 +211,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
     num_heads_k, repeat, dropout_p, distances = p.num_heads_k, p.flags.bias_repeat, p.dropout_p, _distances(p)
-    differentiate = kernels().differentiate
+    differentiate, has_keys = kernels().differentiate, p.bias_class == "key"
 
     def run(
         saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None, into: Triple | None = None
@@ -234,7 +248,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
                 allowed, row_lists, col_lists, order = read_tiles(mask)
                 walked = (allowed, row_lists, col_lists)
                 if order is not None:
-                    k, v, read = _in_order(p, k, v, bias, allowed, order)
+                    k, v, read = _in_order(has_keys, k, v, bias, allowed, order)
             if read_bias is not None and read is not None:
                 read = read_bias(read)
             summed_q = dq

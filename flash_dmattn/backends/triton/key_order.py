@@ -22,7 +22,7 @@ def tiles_of_bounds(p: AttentionProblem, mask: MaskView, in_order: bool = True) 
 
     Without `in_order` keys stay at their own places, whatever the order of the mask.
     """
-    walk = interval_walk(p, mask, in_order)
+    walk = interval_walk(p, in_order)(mask)
     classes = walk.row_lists
     if _reads_classes(p):
         from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it

@@ -40,11 +40,22 @@ def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) ->
     return bounds, *packer_for(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
 
+def row_intervals(
+    mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool, *operands: Tensor | None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Serve as `Packer.row_intervals`, in two steps of the fastest packer of the device."""
+    fastest = packer_for(mask)
+    start, stop, order = fastest.key_intervals(mask, seqlen_q, band, reorder)
+    return (start, stop, order, *fastest.interval_tiles(start, stop, order, seqlen_q)), ()
+
+
 class Packer(NamedTuple):
     """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
 
     `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
+    of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` of a mask with one row. If it also gets
+    k, v, and a bias of one value per key or None, it may make `MaskView.fresh`. The other functions have a namesake in
+    `packing`, `intervals` or `topk`.
     """
 
     pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
@@ -52,6 +63,7 @@ class Packer(NamedTuple):
     key_set: Callable[[Tensor], KeySet] = packing.key_set
     score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
     key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
+    row_intervals: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]] = row_intervals
     mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
     interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
     topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
@@ -97,22 +109,26 @@ def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int,
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
 
 
-def plan_prepare(
-    seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
-) -> Callable[[Tensor], MaskView]:
+def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice) -> Callable[..., MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
 
-    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles".
+    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles". The
+    function takes the mask, then k, v and bias if `Packer.row_intervals` gets them.
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
+    form, reorder = choice
 
-    def run(mask: Tensor) -> MaskView:
+    def run(mask: Tensor, *operands: Tensor | None) -> MaskView:
         nonlocal fastest, is_whole
         if fastest is None:
-            fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
+            fastest, is_whole = packer_for(mask), _whole(collapse(mask), seqlen_q, seqlen_k, form) is mask
         if not is_whole:
-            mask = _whole(collapse(mask), seqlen_q, seqlen_k, choice.form)
-        return MaskView(choice.form, tuple(_prepare(fastest, mask, seqlen_q, band, *choice)))
+            mask = _whole(collapse(mask), seqlen_q, seqlen_k, form)
+        if form == "intervals":  # `_prepare`, inlined for speed
+            tensors, fresh = fastest.row_intervals(mask, seqlen_q, band, reorder, *operands)
+        else:
+            tensors, fresh = _prepare(fastest, mask, seqlen_q, band, form, reorder)
+        return MaskView(form, tuple(tensors), fresh)
 
     return run
 
@@ -125,20 +141,18 @@ def _whole(mask: Tensor, seqlen_q: int, seqlen_k: int, form: str) -> Tensor:
 
 def _prepare(
     packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
-) -> Sequence[Tensor]:
-    if form == "keys":
-        return packer.key_set(mask)
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     if form == "intervals":
-        start, stop, order = packer.key_intervals(mask, seqlen_q, band, reorder)
-        return start, stop, order, *packer.interval_tiles(start, stop, order, seqlen_q)
-    return packer.pack_tiles(mask, band)
+        return packer.row_intervals(mask, seqlen_q, band, reorder)
+    return packer.key_set(mask) if form == "keys" else packer.pack_tiles(mask, band), ()
 
 
 def _prepare_mask(
     mask: Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[Tensor]:
     band = make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_prepare(packer_for(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
+    tensors, _ = _prepare(packer_for(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder)
+    return list(tensors)
 
 
 def _prepare_fake(
