@@ -42,7 +42,7 @@ import flash_dmattn
 from .runner import FAILED, PASSED, USAGE
 from .step_models import MODELS, OURS, WITHOUT, Model
 
-GROUP = 5  # steps that are timed as one, so that the host can run ahead
+GROUP = 3  # steps that are timed as one, so that the host can run ahead
 FIRST = 3  # groups of every way, the first of which is not timed
 LOSS_ERROR = 2e-2  # of the first loss, relative
 ON_GPU = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -127,23 +127,26 @@ class Result(NamedTuple):
     """A row of the table.
 
     Attributes:
-        ours, host: milliseconds of a step of ours, and of the host in it.
+        ours: milliseconds of a step of ours.
+        host: milliseconds of the host in a step of ours, and of theirs.
         theirs: milliseconds by way of the project, the one that is compared first.
         without: milliseconds without attention.
         losses: ours and theirs.
         waits: of a step of ours, and of theirs.
         backends: of our calls.
         lines: of this library that wait.
+        failed: why ways of the project were left out.
     """
 
     ours: float
-    host: float
+    host: tuple[float, float]
     theirs: dict[str, float]
     without: float
     losses: tuple[list[float], list[float]]
     waits: tuple[int, int]
     backends: list[str]
     lines: Counter[str]
+    failed: dict[str, str]
 
     @property
     def agrees(self) -> bool:
@@ -166,7 +169,7 @@ class Result(NamedTuple):
             f"{reference[0]:.4g} to {reference[-1]:.4g}",
             f"{apart:.1e} in {len(reference)}{'' if self.agrees else ' WRONG'}",
             f"{self.waits[0]}, {self.waits[1]}",
-            f"{self.host:.1f}",
+            f"{self.host[0]:.1f}, {self.host[1]:.1f}",
             " ".join(self.backends) or "none",
             slower or "-",
         )
@@ -175,21 +178,38 @@ class Result(NamedTuple):
 
 HEAD = (
     "| model, batch | ours, ms | theirs, ms | ratio | share of attention | ceiling | loss | "
-    "largest difference, steps | waits, ours and theirs | host, ours | our backends | slower ways |"
+    "largest difference, steps | waits, ours and theirs | host, ours and theirs | our backends | slower ways |"
 )
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def measure(model: Model, quick: bool, device: torch.device, steps: int, seconds: float) -> Result:
     """Train a model in all its ways, for fewer steps where they would take longer than `seconds`."""
     started = time.perf_counter()
-    peers = [name for name in model.peers if model.missing(name, device) is None]
-    ours, without, *theirs = (Way(model, name, quick, device) for name in (OURS, WITHOUT, *peers))
     size = min(GROUP, max(1, steps // FIRST))
+    ours, without = (Way(model, name, quick, device) for name in (OURS, WITHOUT))
     decisions: list[Any] = []
     with flash_dmattn.config(record=decisions):
         ours.group(size, timed=False)
-    for way in (without, *theirs):
-        way.group(size, timed=False)
+    without.group(size, timed=False)
+    theirs: list[Way] = []
+    failed: dict[str, str] = {}
+    for name in model.peers:
+        reason = model.missing(name, device)
+        if reason is None:
+            try:
+                way = Way(model, name, quick, device)
+                way.group(size, timed=False)
+                theirs.append(way)
+            except Exception as error:  # of a kernel of another project
+                reason = one_line(error)
+        if reason is not None:
+            failed[name] = reason
+    if not theirs:
+        raise RuntimeError("; ".join(failed.values()))
     for _ in range(FIRST - 1):
         for way in (ours, *theirs, without):
             way.group(size, timed=True)
@@ -199,22 +219,21 @@ def measure(model: Model, quick: bool, device: torch.device, steps: int, seconds
     between = statistics.median(without.ms)
     del theirs, without, way
     gc.collect()
-    while len(ours.losses) + size <= steps:
-        ahead = 1e-3 * size * (ours.ms[-1] + best.ms[-1])
-        if time.perf_counter() - started + ahead > seconds:
-            break
-        ours.group(size, timed=True)
-        best.group(size, timed=True)
+    while len(ours.losses) < steps and time.perf_counter() - started < seconds:
+        more = min(size, steps - len(ours.losses))
+        ours.group(more, timed=True)
+        best.group(more, timed=True)
     losses = [torch.stack(way.losses).tolist() for way in (ours, best)]
     return Result(
         statistics.median(ours.ms),
-        statistics.median(ours.host_ms),
+        (statistics.median(ours.host_ms), statistics.median(best.host_ms)),
         {best.name: statistics.median(best.ms), **slower},
         between,
         (losses[0], losses[1]),
         (ours.waits(), best.waits()),
         sorted({f"{d.forward}/{d.backward}" for d in decisions}),
         ours.waiting_lines(),
+        failed,
     )
 
 
@@ -235,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
                 results[model.name] = measure(model, args.quick, device, args.steps, left / (len(chosen) - index))
             except Exception as error:  # of another project's code, or for want of memory; the others still run
                 traceback.print_exc()
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                reason = one_line(error)
             gc.collect()
         if reason is not None:
             left_out[model.name] = reason
@@ -249,6 +268,8 @@ def run(args: argparse.Namespace) -> int:
     for title, result in results.items():
         for line, number in result.lines.items():
             print(f"waits of the host in {title}: {number} at {line}")
+        for way, reason in result.failed.items():
+            print(f"left out: {title}, {way}: {reason}")
     for title, reason in left_out.items():
         print(f"left out: {title}: {reason}")
     return FAILED if not results or any(not (x.agrees and x.backends) for x in results.values()) else PASSED
@@ -263,7 +284,7 @@ def add_parser(commands: Any) -> None:
     )
     add = command.add_argument
     add("--only", nargs="+", default=[""], metavar="NAME", help="models whose name contains one of these")
-    add("--steps", type=int, default=50, help="of both ways whose losses are compared; the first 15 of the others")
+    add("--steps", type=int, default=50, help="of both ways whose losses are compared, 9 of others")
     add("--seconds", type=float, default=150.0, help="for all; steps are fewer where they would take longer")
     add("--quick", action="store_true", help="tiny models")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
