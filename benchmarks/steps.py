@@ -64,22 +64,22 @@ class Way:
         self.ms: list[float] = []
         self.host_ms: list[float] = []
 
-    def step(self) -> None:
-        """Train for one step."""
+    def train(self, steps: int) -> None:
+        """Train for several steps."""
         with self.model.attention(self.name):
-            with torch.autocast("cuda", torch.bfloat16) if self.on_gpu else nullcontext():
-                loss = self.loss()
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach())
+            for _ in range(steps):
+                with torch.autocast("cuda", torch.bfloat16) if self.on_gpu else nullcontext():
+                    loss = self.loss()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+                self.losses.append(loss.detach())
 
     def group(self, steps: int, timed: bool) -> None:
         """Train for several steps, and keep how long one took."""
         self.wait()
         started = time.perf_counter()
-        for _ in range(steps):
-            self.step()
+        self.train(steps)
         host = time.perf_counter() - started
         self.wait()
         if timed:
@@ -95,14 +95,14 @@ class Way:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         # The profiler waits itself, when it ends.
         with profile(activities=activities) as profiler, record_function("a step"):
-            self.step()
+            self.train(1)
         events = profiler.events()
         span = next(event.time_range for event in events if event.name == "a step")
         within = (event for event in events if span.start <= event.time_range.start <= span.end)
         return sum(event.name in (ON_GPU if self.on_gpu else ON_CPU) for event in within)
 
     def waiting_lines(self) -> Counter[str]:
-        """Count the waits of one forward and backward pass by the line of this library that calls them."""
+        """Count the waits of one step by the line of this library that calls them."""
         lines: Counter[str] = Counter()
         if not self.on_gpu:
             return lines
@@ -117,7 +117,7 @@ class Way:
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                self.step()
+                self.train(1)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         return lines
