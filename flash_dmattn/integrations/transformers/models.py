@@ -42,7 +42,7 @@ from transformers import masking_utils  # noqa: E402
 # is no plain one.
 MODELS_ASK_FOR_TENSORS = "allow_is_causal_skip" in inspect.signature(masking_utils.create_causal_mask).parameters
 
-_MAKES_ZEROS = re.compile(
+_MAKES_ZEROS = re.compile(r"if not self\.has_relative_attention_bias:\s*position_bias = torch\.zeros\(\s*\(1, self\.n_heads,")
     r"if position_bias is None:.*?position_bias = torch\.zeros\(\s*\(1, self\.n_heads,", re.DOTALL
 )
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS|attention_interface\(")
@@ -71,7 +71,8 @@ def makes_zeros(kind: type) -> bool:
         forward = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
     except (OSError, TypeError, AttributeError):
         return False
-    return "position_bias=position_bias" in forward and _MAKES_ZEROS.search(forward) is not None
+    is_passed_on = "position_bias=position_bias" in forward and "position_bias +" not in forward
+    return is_passed_on and _MAKES_ZEROS.search(forward) is not None
 
 
 @functools.lru_cache(maxsize=256)
