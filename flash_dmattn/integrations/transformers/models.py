@@ -42,8 +42,8 @@ from transformers import masking_utils  # noqa: E402
 # is no plain one.
 MODELS_ASK_FOR_TENSORS = "allow_is_causal_skip" in inspect.signature(masking_utils.create_causal_mask).parameters
 
-_MAKES_ZEROS = re.compile(r"if not self\.has_relative_attention_bias:\s*position_bias = torch\.zeros\(\s*\(1, self\.n_heads,")
-    r"if position_bias is None:.*?position_bias = torch\.zeros\(\s*\(1, self\.n_heads,", re.DOTALL
+_MAKES_ZEROS = re.compile(
+    r"if not self\.has_relative_attention_bias:\s*position_bias = torch\.zeros\(\s*\(1, self\.n_heads,"
 )
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS|attention_interface\(")
 _COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
