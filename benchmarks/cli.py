@@ -10,6 +10,7 @@
     python -m benchmarks model                         # the training step of a decoder
     python -m benchmarks sweep tiles d128 --write      # tiles of the Triton kernels; proposes rows of their table
     python -m benchmarks sweep strips                  # the same for the packing of masks
+    python -m benchmarks steps                         # training steps of other projects' models, on a GPU
     python -m benchmarks report                        # tables and plots of all results; --pages for README and docs
     python -m benchmarks list
 
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from . import dispatch, machine, mask_pack, pages, runner, tiles
+from . import dispatch, machine, mask_pack, pages, runner, steps, tiles
 from .cases import PASSES, cases_of
 from .report import write
 from .results import SUITES, OtherRun
@@ -82,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     tiles.add_parser(searches)
     mask_pack.add_parser(searches)
     dispatch.add_parser(commands)
+    steps.add_parser(commands)
     report = commands.add_parser("report", help="tables and plots from the JSON alone")
     report.add_argument("folders", nargs="*", type=Path, help="default: every folder of benchmarks/results")
     report.add_argument("--pages", action="store_true", help="and the figures of README.md and docs/benchmarks.md")

@@ -498,3 +498,22 @@ def test_sam_has_a_class_of_ours(name: str) -> None:
 def softmax_as_it_is(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """The softmax of eager attention, which casts to fp32 whatever the model is in."""
     return torch.softmax(x, dim)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["T5, 4 of 2048", "openpi", "openfold3"])
+def test_a_step_never_waits_for_the_gpu(name: str) -> None:
+    from benchmarks import steps
+
+    model = next(model for model in steps.MODELS if model.name.startswith(name))
+    device = torch.device("cuda")
+    reason = model.missing(steps.OURS, device)
+    if reason is not None:
+        pytest.skip(reason)
+    way = steps.Way(model, steps.OURS, True, device)
+    way.train(2)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        way.train(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -14,7 +14,7 @@ from benchmark_systems import CPU
 from torch import Tensor
 
 import flash_dmattn
-from benchmarks import builds, long_context, packed, proteins, serving, timing
+from benchmarks import builds, cli, long_context, packed, proteins, serving, steps, timing
 from benchmarks.floors import Rates
 from benchmarks.peak_memory import MIB, peaks
 from flash_dmattn.masks import PreparedMask
@@ -99,6 +99,23 @@ def test_a_row_for_each_implementation(
     assert ours[7] == ran, "the library did not run in the model"
     assert all(row[7] == "-" for row in cells if row[2] != "dmattn")
     assert len({row[6][:6] for row in cells}) == 1, "implementations disagree on the loss"
+
+
+def test_training_steps_of_other_projects(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways train the same model, ours on this library; a model whose package is missing is named."""
+    pytest.importorskip("benchmarks.training", exc_type=ImportError)
+    model = next(model for model in steps.MODELS if model.adapter == "openpi")
+    monkeypatch.setattr(steps, "MODELS", (model, model._replace(name="absent", packages=("absent_in_this_test",))))
+    arguments = ["steps", "--quick", "--device", "cpu", "--steps", "3"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    ((name, *_, loss, difference, waits, _, backends, slower),) = rows_of(printed)
+    assert name == model.name and backends != "none" and set(waits) <= set("0123456789, ")
+    assert float(difference.removesuffix(" in 3")) < 1e-5 and "nan" not in loss
+    assert slower.startswith(("sdpa", "eager"))
+    assert "left out: absent: absent_in_this_test cannot be imported" in printed
+    monkeypatch.setattr(steps, "LOSS_ERROR", -1.0)
+    assert cli.main([*arguments, "--only", model.name]) == 1 and " WRONG" in capsys.readouterr().out
 
 
 RATES = Rates(1e9, 1e9, "made up")

@@ -274,6 +274,20 @@ def test_padding_of_another_rank_is_refused() -> None:
         make_mask(**options)
 
 
+def test_padding_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all masks of a tensor, since reading waits for a GPU; again where the tensor has changed."""
+    reads: list[Tensor] = []
+    original = Tensor.all
+    monkeypatch.setattr(Tensor, "all", lambda x: reads.append(x) or original(x))
+    attention_mask = torch.ones(3, 8, dtype=torch.long)
+    options = arguments(PLACES["training"], FUNCTIONS["bidirectional"](), attention_mask)
+    options["allow_is_bidirectional_skip"] = True
+    assert make_mask(**options) is None and make_mask(**options) is None and len(reads) == 1
+    attention_mask[0, 5:] = 0
+    result = make_mask(**options)
+    assert isinstance(result, LayerMask) and result.padding is not None and len(reads) == 2
+
+
 def test_padding_behind_the_used_keys_is_none() -> None:
     """An attention_mask as long as what has been seen pads the rest of a static cache, which is not read anyhow."""
     result = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))

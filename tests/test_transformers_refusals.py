@@ -16,6 +16,7 @@ from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, check, register
 from flash_dmattn.integrations.transformers.attention_function import attend, observed
 from flash_dmattn.integrations.transformers.mask_function import LayerMask
+from flash_dmattn.integrations.transformers.models import asks_for_attention, makes_zeros
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 LIMITS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -167,6 +168,20 @@ def test_only_zeros_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert attended(torch.zeros(1, 4, 6, 6))[1] is not None  # nothing says when these change
     compiled = torch.compile(lambda x: attend(CrossAttention(), Q, K, V, None, position_bias=x)[0], backend="eager")
     torch.testing.assert_close(compiled(bias), result, rtol=0, atol=0)
+
+
+def test_modules_that_make_zeros_are_known_by_their_source() -> None:
+    """Their zeros need not be read, which would wait for a GPU; before 5.10 or so T5 adds its mask to them."""
+    from transformers.models.t5 import modeling_t5
+    from transformers.models.umt5 import modeling_umt5
+
+    class Other(modeling_t5.T5Attention):
+        def forward(self, position_bias: Any = None) -> Any:  # type: ignore[override]
+            return attend(self, Q, K, V, None, position_bias=position_bias)
+
+    interfaces = [kind for kind in (modeling_t5.T5Attention, modeling_umt5.UMT5Attention) if asks_for_attention(kind)]
+    assert all(map(makes_zeros, interfaces)) and (interfaces or lacks_interface("t5"))
+    assert not any(map(makes_zeros, (Other, CrossAttention, modeling_t5.T5LayerFF, torch.nn.Linear)))
 
 
 def test_what_is_known_of_limits_goes_with_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -131,6 +132,7 @@ class _Holder:
         self._patch._release(self)
 
 
+@functools.lru_cache(maxsize=64)  # a `with` around each step would read the sources again
 def digest(function: Any) -> str:
     """Return the first 12 digits of SHA-256 of a source; "absent" where there is no function of a name any more."""
     if function is _ABSENT:

@@ -30,7 +30,8 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
             return out
         masks = [] if attn_bias is None else [attn_bias]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return attend(q, k, v, masks=masks, scale=1.0, empty=empty, dtype=dtype)
+        # A bias of pairs is in the same tensor, so that something is always left.
+        return attend(q, k, v, masks=masks, scale=1.0, empty=empty, rest="keep", dtype=dtype)
 
     return {NAME: attention}
 

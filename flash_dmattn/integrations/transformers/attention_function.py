@@ -21,7 +21,7 @@ from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_n
 from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
-from .models import TableBias
+from .models import TableBias, makes_zeros
 
 # Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
 # keys, and the outputs of a model are decided elsewhere.
@@ -311,7 +311,9 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
     """Return whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
 
     Attributes tell where they may be. Then its values are read, once for all layers that share the tensor, because
-    reading waits for the device. A bias that has a gradient, or that cannot be read or watched, stays one.
+    reading waits for the device. On a GPU the device asserts that they are 0, without a wait, where the source of a
+    module of transformers shows that it makes them. A bias that has a gradient, or that cannot be read or watched,
+    stays one.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
@@ -322,7 +324,14 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
         return False
     if bias.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return bool(_zeros.get(id(bias), [bias], lambda: not bool(bias.any())))
+
+    def is_empty() -> bool:
+        if bias.is_cuda and makes_zeros(type(module)):
+            torch._assert_async(~bias.any(), f"{type(module).__name__} has a bias of cross attention other than 0")
+            return True
+        return not bool(bias.any())
+
+    return bool(_zeros.get(id(bias), [bias], is_empty))
 
 
 def _refuse_forgotten_window(

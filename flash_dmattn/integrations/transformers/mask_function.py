@@ -19,6 +19,7 @@ from ... import Sequences
 from ...definition import is_transformed
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
+from ...remembered import Kept
 from .models import MODELS_ASK_FOR_TENSORS, masking_utils, read_tables, refuse_config_without_interface
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
@@ -425,10 +426,16 @@ def _used_keys(
     return used if rule.is_causal and 0 < used < kv_length else _MISALIGNED
 
 
+_full = Kept()  # whether padding forbids nothing
+
+
 def _padding(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor, used: int | Tensor | None
 ) -> Tensor | None:
-    """Make the padding (B, 1, 1, Lk), or None where it forbids nothing; waits for the device, as SDPA's mask does."""
+    """Make the padding (B, 1, 1, Lk), or None where it forbids nothing.
+
+    It waits for the device, as SDPA's mask does, once for all masks of a tensor.
+    """
     if attention_mask is None:
         return None
     missing = kv_length + kv_offset - attention_mask.shape[-1]
@@ -442,7 +449,15 @@ def _padding(
         padding = padding[:, kv_offset : kv_offset + kv_length]
     padding = padding.to(torch.bool)
     if not torch.compiler.is_compiling():
-        seen = padding if used is None else padding | (index >= used)
-        if bool(seen.all()):
+        call = kv_length, kv_offset, used
+
+        def is_full() -> bool:
+            return bool((padding if used is None else padding | (index >= used)).all())
+
+        if any(isinstance(x, Tensor) for x in call):
+            forbids_nothing = is_full()
+        else:
+            forbids_nothing = _full.get((id(attention_mask), *call), [attention_mask], is_full)
+        if forbids_nothing:
             return None
     return padding[:, None, None, :]

@@ -42,6 +42,9 @@ from transformers import masking_utils  # noqa: E402
 # is no plain one.
 MODELS_ASK_FOR_TENSORS = "allow_is_causal_skip" in inspect.signature(masking_utils.create_causal_mask).parameters
 
+_MAKES_ZEROS = re.compile(
+    r"if not self\.has_relative_attention_bias:\s*position_bias = torch\.zeros\(\s*\(1, self\.n_heads,"
+)
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS|attention_interface\(")
 _COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 
@@ -57,6 +60,19 @@ def computes_attention(kind: type) -> bool:
     """Return whether a module takes the softmax itself, as its name and its source show."""
     named = "attention" in kind.__name__.lower()
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def makes_zeros(kind: type) -> bool:
+    """Return whether a module without a table makes zeros for its bias, and passes its bias on as it is."""
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    try:
+        forward = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError):
+        return False
+    is_passed_on = "position_bias=position_bias" in forward and "position_bias +" not in forward
+    return is_passed_on and _MAKES_ZEROS.search(forward) is not None
 
 
 @functools.lru_cache(maxsize=256)
