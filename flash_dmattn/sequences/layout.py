@@ -20,6 +20,7 @@ from ..problem import (
     check_tensor,
     counts_changes,
     is_int,
+    keywords_only,
     values_can_be_read,
 )
 
@@ -110,6 +111,7 @@ class Sequences:
         )
 
     @staticmethod
+    @keywords_only
     def padded(*, seqlens_q: Tensor | None = None, seqlens_k: Tensor) -> Sequences:
         """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
