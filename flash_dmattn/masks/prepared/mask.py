@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...definition import is_mapped, is_transformed
+from ...definition import is_mapped, is_transformed, listed
 from ...problem import (
     MaskChoice,
     MaskForm,
@@ -999,7 +999,7 @@ def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
+        place = tuple(listed(wrong.nonzero()[0]))
         limit = int(last.expand(index.shape)[place])
         raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}")
 
@@ -1037,7 +1037,7 @@ def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: 
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
-    has_several, live, pairs, active = numbers.tolist()
+    has_several, live, pairs, active = listed(numbers)
     if has_several:
         return None
     if reorder is None:
