@@ -422,7 +422,7 @@ _PYTHON = (
         "flash_dmattn/backends/sdpa/cpu.py",
         "seen = mask != -torch.inf",
         "seen = mask > -torch.inf",
-        (f"{_SPOILT}[sdpa-bias full, full-nan]", f"{_SPOILT}[sdpa-bias without a gradient-nan]"),
+        (f"{_SPOILT}[sdpa-bias B-Hq-Lq-Lk, full-nan]", f"{_SPOILT}[sdpa-bias without a gradient-nan]"),
     ),
     Fault(
         "sdpa: rows of NaN stay as torch's kernel writes them",
