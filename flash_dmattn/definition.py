@@ -83,7 +83,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def listed(x: Tensor) -> list[Any]:
-    """Return the values of a tensor as lists. Inside of a transform torch before 2.11 lists those of no tensor."""
+    """Return the values of a tensor as lists, also inside of a transform, where torch before 2.11 lists no values."""
     with outside_of_transforms():
         values: list[Any] = unwrapped(x).tolist()
     return values

@@ -92,12 +92,12 @@ def test_result_is_no_larger_than_it_must_be():
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 1, 4), (4, 4), (2, 4, 4), (3, 4), (2, 3, 4)])
 def test_fewer_than_four_dims_are_read_from_the_right(shape):
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    whole = scores[(None,) * (4 - scores.dim())]
+    four_dims = scores[(None,) * (4 - scores.dim())]
     says = {"seqlen_q": 3} if 3 in shape else {}
-    assert torch.equal(topk_mask(scores, 2, **says), topk_mask(whole, 2))
+    assert torch.equal(topk_mask(scores, 2, **says), topk_mask(four_dims, 2))
     if says:
         mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
-        assert torch.equal(topk_mask(scores, 2, mask=mask), topk_mask(whole, 2))
+        assert torch.equal(topk_mask(scores, 2, mask=mask), topk_mask(four_dims, 2))
 
 
 def test_heads_of_scores_and_mask_are_grouped():

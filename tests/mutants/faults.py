@@ -281,7 +281,7 @@ _PYTHON = (
         "torch.tensor(slopes, device=device)",
         (f"{_DEFAULTS}[alibi_slopes]",),
     ),
-    # What is kept of a call
+    # Caches that a transform fills
     Fault(
         "a layout that is kept belongs to the transform that made it",
         "flash_dmattn/sequences/layout.py",
