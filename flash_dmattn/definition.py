@@ -74,6 +74,21 @@ def outside_of_transforms() -> AbstractContextManager[None]:
     return context
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the tensor inside of one that transforms of `torch.func` have made."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def listed(x: Tensor) -> list[Any]:
+    """Return the values of a tensor as lists, also inside of a transform, where torch before 2.11 lists no values."""
+    with outside_of_transforms():
+        values: list[Any] = unwrapped(x).tolist()
+    return values
+
+
 def is_mapped(x: Tensor) -> bool:
     """Return whether a tensor has the values of all calls that a `torch.vmap` maps; compilers cannot tell."""
     functorch = torch._C._functorch

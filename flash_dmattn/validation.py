@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .biases import ByDistance, check_covered
-from .definition import is_dtensor, is_transformed
+from .definition import is_dtensor, is_transformed, unwrapped
 from .problem import (
     FLOAT_DTYPES,
     Arrival,
@@ -80,18 +80,11 @@ def refuse_dtensors(*tensors: object) -> None:
                 f"{name} is a DTensor, and q is a {type(tensors[0]).__name__}; q needs to be a DTensor, too, or "
                 f"{name} a plain tensor: {name}.to_local()"
             )
-        if is_transformed() and isinstance(x, Tensor) and is_dtensor(_unwrapped(x)):
+        if is_transformed() and isinstance(x, Tensor) and is_dtensor(unwrapped(x)):
             raise TypeError(
                 f"{name} is a DTensor inside of a transform of torch.func, such as vmap; it needs to be a plain tensor "
                 f"there: {name}.to_local()"
             )
-
-
-def _unwrapped(x: Tensor) -> Tensor:
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
-    return x
 
 
 class _Sizes(NamedTuple):

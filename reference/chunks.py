@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_dmattn.definition import listed
+
 from . import formula
 from .blocks import Block
 from .masks import MaskReader
@@ -192,7 +194,7 @@ class Chunks:
         # Copies of keys, bias and mask join the buffers of scores, so that a chunk has room for half as many.
         parts: Sequence[Tensor] = keys.split(max(1, size // 2))
         if not self._scatters:
-            parts = keys.split(torch.bincount((keys - first) // size).tolist())
+            parts = keys.split(listed(torch.bincount((keys - first) // size)))
         return [Span(part + start, not every[part].all()) for part in parts if len(part)]
 
     def band_edges(self, block: Block, keys: slice | Tensor) -> Iterator[tuple[slice, Tensor]]:

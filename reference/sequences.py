@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_dmattn.definition import listed
+
 from . import eager, formula
 from . import tangents as forward_mode
 from .chunks import is_capturing
@@ -76,7 +78,7 @@ class Batch:
         self._table = block_table
         self._packs_queries, self._packs_keys = packs_queries, packs_keys
         self.packing = {"mask": mask_packing, "bias": bias_packing}
-        self.sequences = [Sequence(number, *row) for number, row in enumerate(bounds.tolist())]
+        self.sequences = [Sequence(number, *row) for number, row in enumerate(listed(bounds))]
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.sequences)

@@ -438,7 +438,6 @@ def test_what_is_kept_outlives_a_transform(name: str, way: str) -> None:
         torch.testing.assert_close(transform(call, X), transform(KEPT[name]()[0], X), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch reads no values of a tensor made in a transform")
 def test_sequences_of_a_transform_that_has_ended() -> None:
     """Their own tensors are of it, and so nothing is kept of them."""
     made: list[flash_dmattn.Sequences] = []

@@ -290,7 +290,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "padding": lambda: flash_dmattn.sequences.Padding(X[..., 0, 0] > 0).unpad(X),
     "many intervals": lambda: with_derivatives(
-        lambda x: self_attention(x, masks.PreparedMask.from_topk(LONG[0, :, 0, 0], 16, is_causal=True)), LONG
+        lambda x: self_attention(x, masks.PreparedMask.from_topk(LONG[0, :, 0, 0], 32, is_causal=True)), LONG
     ),
     "forward mode": lambda: torch.func.jvp(lambda x: self_attention(x, SCORES > 0, SCORES), (X,), (X,)),
     "vmap": lambda: torch.vmap(lambda x: self_attention(x, is_causal=True))(X[:, None]),

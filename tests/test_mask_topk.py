@@ -89,6 +89,17 @@ def test_result_is_no_larger_than_it_must_be():
     assert topk_mask(scores[:, :1].expand(2, 3, 5, 8), 2, is_causal=True).shape == (2, 1, 5, 8)
 
 
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 1, 4), (4, 4), (2, 4, 4), (3, 4), (2, 3, 4)])
+def test_fewer_than_four_dims_are_read_from_the_right(shape):
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    four_dims = scores[(None,) * (4 - scores.dim())]
+    says = {"seqlen_q": 3} if 3 in shape else {}
+    assert torch.equal(topk_mask(scores, 2, **says), topk_mask(four_dims, 2))
+    if says:
+        mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+        assert torch.equal(topk_mask(scores, 2, mask=mask), topk_mask(four_dims, 2))
+
+
 def test_heads_of_scores_and_mask_are_grouped():
     scores = torch.randn(1, 2, 1, 7, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(1, 6, 7, 7, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -144,6 +155,22 @@ BAD_CALLS = [
         lambda: topk_mask(torch.zeros(3, 4), 1, mask=torch.ones(2, 4) > 0, seqlen_q=5),
         ValueError,
         r"numbers of queries differ: seqlen_q has 5, scores has 3, mask has 2",
+    ),
+    (
+        lambda: topk_mask(torch.zeros(2, 3, 4), 1),
+        ValueError,
+        r"scores has shape \(2, 3, 4\), read from the right as \(H, Lq, Lk\): 3 queries of 4 keys; it needs seqlen_q=3"
+        r", or 4 dims, scores\[:, :, None\], where the first dim is the batch",
+    ),
+    (
+        lambda: topk_mask(torch.zeros(2, 4), 1, is_causal=True),
+        ValueError,
+        r"scores .* \(Lq, Lk\): 2 queries .* scores\[:, None, None\]",
+    ),
+    (
+        lambda: topk_mask(ROW, 1, mask=torch.ones(2, 4) > 0),
+        ValueError,
+        r"mask has shape \(2, 4\), .* 4 keys; .* mask\[:, N",
     ),
 ]
 

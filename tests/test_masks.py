@@ -258,7 +258,7 @@ def test_errors_name_the_argument_what_it_has_and_what_it_needs(call, error, mes
         (lambda to: masks.smooth_blocks(to([[True, False]] * 2), 2, is_causal=True), (1, 1, 2, 2)),
         (lambda to: masks.topk_mask(to([1.0, 2.0, 3.0]), 2), (1, 1, 1, 3)),
         (lambda to: masks.topk_mask(to([1.0, 2.0, 3.0]), 2, is_causal=True), (1, 1, 3, 3)),
-        (lambda to: masks.topk_mask(to([[1.0, 2.0, 3.0]] * 2), 2, is_causal=True), (1, 1, 2, 3)),
+        (lambda to: masks.topk_mask(to([[1.0, 2.0, 3.0]] * 2), 2, is_causal=True, seqlen_q=2), (1, 1, 2, 3)),
     ],
 )
 def test_builders_read_no_value_and_so_never_wait_for_a_device(build, shape):

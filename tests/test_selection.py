@@ -471,7 +471,6 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     assert lines[-1].startswith('  config.set(fallback="error") turns this warning into an error')
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="frames that keep the call out of graphs are between")
 def test_fallback_warning_points_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "falls_back", lambda *_: True)
     with pytest.warns(FallbackWarning) as caught:

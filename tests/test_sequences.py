@@ -422,6 +422,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "TypeError: max_seqlen_q is a Tensor; it needs to be an int": lambda: Sequences.packed(
         cu(0, 3), max_seqlen_q=torch.tensor(3)
     ),
+    "TypeError: Sequences.padded() has an argument without a name; it needs names: write seqlens_q=... or seqlens_k": (
+        lambda: Sequences.padded(cu(5, 5))  # type: ignore[call-arg, misc]
+    ),
     "ValueError: max_seqlen_k is -1; it needs to be at least 0": lambda: Sequences.packed(cu(0, 3), max_seqlen_k=-1),
     "ValueError: cu_seqlens_k has 3 entries; of 1 sequences it needs 2": lambda: Sequences.packed(
         cu(0, 3), cu(0, 1, 2)

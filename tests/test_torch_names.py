@@ -204,6 +204,13 @@ def test_no_tensor_takes_the_default_device_or_dtype_of_the_caller() -> None:
     assert taken == set(), "a plan or a mask that keeps it fails under another default: name device= and dtype="
 
 
+def test_values_are_listed_in_one_way() -> None:
+    """Torch before 2.11 lists no values inside of a transform of `torch.func`, and `definition.listed` does."""
+    calls = [(path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    places = {path.name for path, node in calls if isinstance(node, ast.Attribute) and node.attr == "tolist"}
+    assert places == {"definition.py"}
+
+
 @pytest.mark.parametrize(
     ("line", "is_taken"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +24,7 @@ from .registry import BACKENDS, check_name, last_resort, works
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
 TANGENT_GRADIENT = "the gradient of a tangent"
 _NO_ACCELERATORS = ("cpu", "meta")
+_NO_CALLERS = ("flash_dmattn", "torch")  # packages that a warning does not point at
 _MEASURED_RULE = "measured_gpu"  # the rule of triton that a profile replaces
 
 
@@ -189,11 +191,10 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
     if serve_ordered or not serve_free:
         return problem
     if warn:
-        warnings.warn(
+        _warn_caller(
             f"backend {requested!r} adds sums of this call in any order, although "
             "torch.use_deterministic_algorithms(True, warn_only=True) is in force; deterministic=True refuses it, and "
-            f"backend='auto' takes one with a fixed order: {problem}",
-            stacklevel=5,
+            f"backend='auto' takes one with a fixed order: {problem}"
         )
     return free
 
@@ -464,4 +465,12 @@ def report_fallback(problem: AttentionProblem, what: str = ATTENTION, policy: Fa
         hint = (
             '\n  config.set(fallback="error") turns this warning into an error, config.set(fallback="silent") hides it'
         )
-        warnings.warn(message + hint, FallbackWarning, stacklevel=4)
+        _warn_caller(message + hint, FallbackWarning)
+
+
+def _warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the first line outside of this library and of torch, whose versions before 2.11 are around `run_call`."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..definition import listed
 from ..dispatch.checkpoints import follow_checkpoints
 from ..dispatch.config import Block, Blocks, blocks
 from ..dispatch.selection import BackendError, BackendUnavailableError, BackendUnsupportedError
@@ -195,7 +196,7 @@ def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | N
         # All ranks send to all at once: the all_gather of gloo passes headers on around a ring, rank after rank.
         sent = torch.tensor([header] * size, dtype=torch.int64, device="cpu")
         carrier.alltoall_base(received, sent, [], []).wait()
-        if any(tuple(other) != header for other in received.tolist()):
+        if any(tuple(other) != header for other in listed(received)):
             header = _REFUSED
     if header != _REFUSED:
         return

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
+from ..definition import listed
 from ..dispatch.config import similar
 from ..masks.arguments import integer
 from ..problem import check_device, check_number, check_tensor, check_window, dtype_name, values_can_be_read
@@ -406,7 +407,7 @@ def flash_attn_with_kvcache(
                 check_tensor("block_table", block_table)
                 slots = slots * block_table.shape[-1]
             if values_can_be_read(cache_seqlens):
-                for entry, number in enumerate(cache_seqlens.tolist()):
+                for entry, number in enumerate(listed(cache_seqlens)):
                     if not 0 <= number <= slots - new:
                         raise ValueError(
                             f"cache_seqlens is {number} for entry {entry}, and k has {new} new keys; the cache has "
@@ -528,7 +529,7 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
     if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
-        options = options._replace(window_size=tuple(options.window_size.flatten().tolist()))
+        options = options._replace(window_size=tuple(listed(options.window_size.flatten())))
     if isinstance(options.window_size, (tuple, list)):
         options = options._replace(window_size=tuple(-1 if side is None else side for side in options.window_size))
     options = options._replace(window_size=check_window(options.window_size))

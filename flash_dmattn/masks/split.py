@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..definition import is_transformed, is_watched
+from ..definition import is_transformed, is_watched, listed
 from ..problem import (
     check_floats,
     check_strided,
@@ -155,7 +155,7 @@ def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) ->
         return _Parts(mask, None, leaves=False)
     if rest == "auto" and may_read:
         shifts = hidden.new_zeros(()) if is_shifted is None else is_shifted.any()
-        hides, leaves, is_other = torch.stack([hidden.any(), left.any(), shifts]).tolist()  # one wait
+        hides, leaves, is_other = listed(torch.stack([hidden.any(), left.any(), shifts]))  # one wait
         is_other |= hides
         return _Parts(
             mask if hides else None, left.expand(x.shape) if leaves and is_other else None, hides=hides, leaves=leaves

@@ -81,20 +81,22 @@ def topk_mask(
     the device.
 
     Args:
-        scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, Lq or 1, Lk).
+        scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, Lq or 1, Lk): 3 dims are
+            (H, Lq, Lk), never (B, H, Lk).
         k: number of keys to keep, >= 1; may exceed Lk.
         is_causal: only keys j <= i + Lk - Lq are allowed to query i.
         mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. Its heads and the heads of
             `scores` may be grouped either way (query head h, key-value head h // G).
         seqlen_q: number of queries; by default what `scores` or `mask` have, and Lk if they have one row for all
-            queries. Decoding one query against a cache needs `seqlen_q=1`.
+            queries. Decoding one query against a cache needs `seqlen_q=1`, and scores or a mask of 2 or 3 dims that
+            alone have another number of rows than of keys need that number.
 
     Returns:
         Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) where neither scores, mask nor causality vary by query.
 
     Raises:
         TypeError: `scores` is not float, `mask` is not bool, `k` is not an int, or `is_causal` is no bool.
-        ValueError: k < 1, or shapes that do not broadcast.
+        ValueError: k < 1, shapes that do not broadcast, or a number of queries that may be the batch or heads.
 
     Source: the dynamic mask of "Trainable Dynamic Mask Sparse Attention", 2025, made exact per prefix.
 
@@ -112,8 +114,29 @@ def topk_mask(
     check_flag("is_causal", is_causal)
     # Loops follow the sizes, which a compiler would bind: for it there is one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
-    selected: Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
+    arguments = topk_arguments(scores, mask, seqlen_q)
+    if seqlen_q is None:
+        _refuse_batch_as_queries(scores, mask)
+    selected: Tensor = run(*arguments, k, is_causal)
     return selected
+
+
+def _refuse_batch_as_queries(scores: Tensor, mask: Tensor | None) -> None:
+    """Refuse a tensor of 2 or 3 dims that alone says how many queries there are, where that is not the number of keys.
+
+    Read from the right, the batch of (B, Lk) and the heads of (B, H, Lk) are queries.
+    """
+    seqlen_k = scores.shape[-1]
+    tensors = {"scores": scores, "mask": mask}
+    has_rows = {name: x for name, x in tensors.items() if x is not None and x.dim() > 1 and x.shape[-2] != 1}
+    for name, x in has_rows.items():
+        if len(has_rows) == 1 and x.dim() < 4 and x.shape[-2] != seqlen_k:
+            shape, view = ("Lq, Lk", ":, None, None") if x.dim() == 2 else ("H, Lq, Lk", ":, :, None")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, read from the right as ({shape}): {x.shape[-2]} queries of "
+                f"{seqlen_k} keys; it needs seqlen_q={x.shape[-2]}, or 4 dims, {name}[{view}], where the first dim is "
+                "the batch"
+            )
 
 
 def _selected(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_causal: bool) -> Tensor:

@@ -19,6 +19,7 @@ from .checks import check_values as check_values
 from .checks import check_window as check_window
 from .checks import counts_changes as counts_changes
 from .checks import is_int as is_int
+from .checks import keywords_only as keywords_only
 from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords
 from .checks import values_can_be_read as values_can_be_read

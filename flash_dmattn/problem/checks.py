@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..definition import is_mapped
 from .description import Layout, Packing, SequenceSpec, dtype_name
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Dimensions of q, and of k and v, in each layout.
 RANKS: dict[Layout, tuple[int, int]] = {"packed": (3, 3), "padded": (4, 4), "paged": (4, 4), "paged_packed": (3, 4)}
@@ -61,6 +65,20 @@ def refuse_keywords(call: Callable[..., object], unknown: Mapping[str, object], 
     else:
         hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}"
     raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def keywords_only(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse positional arguments of a function that has keywords alone, and name these."""
+    code = inspect.unwrap(function).__code__
+    names = " or ".join(f"{name}=..." for name in code.co_varnames[: code.co_kwonlyargcount])
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if arguments:
+            raise TypeError(f"{function.__qualname__}() has an argument without a name; it needs names: write {names}")
+        return function(*arguments, **keywords)
+
+    return call
 
 
 def arguments_like(like: Callable[..., object], call: Callable[..., object], **passed: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..definition import define
+from ..definition import define, listed
 from ..problem import (
     FLOAT_DTYPES,
     PACKED_QUERIES,
@@ -127,14 +127,14 @@ def _check_sizes(tensors: dict[str, Tensor]) -> None:
 
 def _check_places(write: CacheWrite) -> None:
     """Refuse, on a CPU, tokens that have no place, or that share one."""
-    for s, (_, tokens, _, keys) in enumerate(write.bounds.tolist()):
+    for s, (_, tokens, _, keys) in enumerate(listed(write.bounds)):
         if tokens > keys:
             raise ValueError(
                 f"sequence {s} has {tokens} new tokens and {keys} keys; seqlens_k needs to count the new tokens"
             )
     if write.is_empty:
         return
-    is_written, entry, row = (x.tolist() for x in places(write))
+    is_written, entry, row = map(listed, places(write))
     taken = Counter((e, r) for e, r, written in zip(entry, row, is_written, strict=True) if written)
     for (page, slot), count in taken.items():
         if count > 1:

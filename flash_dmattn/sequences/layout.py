@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..definition import is_of_transform, outside_of_transforms
+from ..definition import is_of_transform, listed, outside_of_transforms
 from ..problem import (
     RANKS,
     Layout,
@@ -20,6 +20,7 @@ from ..problem import (
     check_tensor,
     counts_changes,
     is_int,
+    keywords_only,
     values_can_be_read,
 )
 
@@ -110,6 +111,7 @@ class Sequences:
         )
 
     @staticmethod
+    @keywords_only
     def padded(*, seqlens_q: Tensor | None = None, seqlens_k: Tensor) -> Sequences:
         """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
@@ -346,7 +348,7 @@ class Sequences:
         _check_side("q", self.cu_seqlens_q, self.seqlens_q, rows_q, self.max_seqlen_q, names[0])
         lengths = _check_side("k", self.cu_seqlens_k, self.seqlens_k, rows_k, self.max_seqlen_k, names[1])
         if self.block_table is not None and spec is not None:
-            for s, (row, n) in enumerate(zip(self.block_table.tolist(), lengths, strict=True)):
+            for s, (row, n) in enumerate(zip(listed(self.block_table), lengths, strict=True)):
                 for page in row[: -(-n // max(spec.page_size, 1))]:
                     if not 0 <= page < pages:
                         raise ValueError(
@@ -477,7 +479,7 @@ def _check_side(
     lengths: list[int] = []
     slots: list[int] | None = None
     if cu_seqlens is not None:
-        name, edges = f"cu_seqlens_{side}", cu_seqlens.tolist()
+        name, edges = f"cu_seqlens_{side}", listed(cu_seqlens)
         if edges[0] != 0:
             raise ValueError(
                 f"{name} begins with {edges[0]}; it needs to begin with 0: where sequences begin, no lengths"
@@ -489,7 +491,7 @@ def _check_side(
             raise ValueError(f"{name} ends with {edges[-1]}; {tensor} has {rows} tokens")
         lengths = slots = [end - start for start, end in pairwise(edges)]
     if used is not None:
-        lengths = used.tolist()
+        lengths = listed(used)
         for s, n in enumerate(lengths):
             slot = rows if slots is None else slots[s]
             if n < 0 or (slot is not None and n > slot):

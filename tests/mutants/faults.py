@@ -35,6 +35,11 @@ _SDPA = "tests/test_sdpa_backend.py::"
 _PIECES = f"{_INTERPRETED}test_fp32_on_pieces_keeps_its_accuracy[{{}}]"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
+_DEFAULTS = "tests/test_citizen.py::test_no_call_looks_at_the_default_device_or_dtype_of_torch"
+_KEPT = "tests/test_autograd.py::test_what_is_kept_outlives_a_transform"
+_UNDER_TRANSFORMS = "tests/test_settings.py::test_decisions_and_settings_under_transforms"
+_SPOILT = "tests/test_edges.py::test_what_is_no_number_reaches_all_that_see_it"
+
 _LISTS = "tests/test_lists.py::"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
@@ -241,6 +246,206 @@ _PYTHON = (
         ", ",
         ("tests/test_transformers_tables.py::test_generation_is_that_of_eager",),
     ),
+    # Defaults of torch
+    Fault(
+        "sdpa: what is added to scores follows the default device",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        '(torch.tensor(x, dtype=added_dtype(p), device="cpu") for',
+        "(torch.tensor(x, dtype=added_dtype(p)) for",
+        (f"{_DEFAULTS}[mask on auto]",),
+    ),
+    Fault(
+        "sdpa: diagonals of a band follow the default device",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        'torch.arange(p.seqlen_k, device="cpu") -',
+        "torch.arange(p.seqlen_k) -",
+        (f"{_DEFAULTS}[window on auto]",),
+    ),
+    Fault(
+        "places of blocks of queries follow the default device",
+        "reference/query_blocks.py",
+        "torch.arange(total, device=q.device)",
+        "torch.arange(total)",
+        (f"{_DEFAULTS}[many intervals]",),
+    ),
+    Fault(
+        "keys of a static cache follow the default device",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        'torch.arange(keys, device="cpu")',
+        "torch.arange(keys)",
+        (f"{_DEFAULTS}[transformers]",),
+    ),
+    Fault(
+        "slopes of ALiBi follow the default dtype",
+        "flash_dmattn/nn/positions.py",
+        "torch.tensor(slopes, dtype=torch.float32, device=device)",
+        "torch.tensor(slopes, device=device)",
+        (f"{_DEFAULTS}[alibi_slopes]",),
+    ),
+    # Caches that a transform fills
+    Fault(
+        "a layout that is kept belongs to the transform that made it",
+        "flash_dmattn/sequences/layout.py",
+        "with outside_of_transforms():\n            states",
+        "if True:\n            states",
+        (f"{_KEPT}[packed-jvp]",),
+    ),
+    Fault(
+        "layouts of tensors of a transform are kept",
+        "flash_dmattn/sequences/layout.py",
+        "if is_of_transform(*tensors):",
+        "if False:",
+        ("tests/test_autograd.py::test_sequences_of_a_transform_that_has_ended",),
+    ),
+    Fault(
+        "places of lists belong to the transform that made them",
+        "flash_dmattn/masks/prepared/storage.py",
+        "with outside_of_transforms():\n            return self._moved()",
+        "if True:\n            return self._moved()",
+        (f"{_KEPT}[places of lists-jvp]",),
+    ),
+    Fault(
+        "flex: lists of sequences belong to the transform that made them",
+        "flash_dmattn/backends/flex/sequences.py",
+        "with outside_of_transforms():",
+        "if True:",
+        (f"{_KEPT}[lists of flex-jvp]",),
+    ),
+    Fault(
+        "transformers: arguments that layers share belong to the transform that made them",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        "if is_transformed():  # what is made there",
+        "if False:  # what is made there",
+        (f"{_KEPT}[documents-jvp]",),
+    ),
+    Fault(
+        "transformers: keys of a static cache belong to the transform that made them",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        "None if is_transformed() else made",
+        "made",
+        (f"{_KEPT}[a static cache-jvp]",),
+    ),
+    Fault(
+        "values made of tensors are kept inside of a transform",
+        "flash_dmattn/remembered.py",
+        "if is_transformed() or not all(",
+        "if not all(",
+        (f"{_KEPT}[copies-jvp]",),
+    ),
+    Fault(
+        "changes that NumPy makes of lengths are not seen",
+        "flash_dmattn/problem/checks.py",
+        "return storage.resizable() and not storage.is_shared()",
+        "return not storage.is_shared()",
+        ("tests/test_sequences.py::test_each_table_alone_is_followed",),
+    ),
+    # Promises
+    Fault(
+        "sdpa: results are views, which nobody may write to",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "out.transpose_(1, 2).contiguous(), lse.contiguous()",
+        "out.transpose(1, 2), lse.view_as(lse)",
+        ("tests/test_autograd.py::test_results_may_be_written_to",),
+    ),
+    Fault(
+        "forward mode runs on eager where it is switched off",
+        "flash_dmattn/dispatch/selection.py",
+        "if backend.name in disabled() or getattr",
+        "if getattr",
+        (_UNDER_TRANSFORMS,),
+    ),
+    Fault(
+        "a record has the call that is written, not the one that a transform makes of it",
+        "flash_dmattn/autograd.py",
+        "if not is_transformed():\n            record(plan)",
+        "if True:\n            record(plan)",
+        (_UNDER_TRANSFORMS,),
+    ),
+    Fault(
+        "a mesh of two dims is one group",
+        "flash_dmattn/distributed/group.py",
+        "group.ndim == 2:",
+        "group.ndim == 3:",
+        ("tests/test_distributed_call.py::test_a_mesh_is_a_group",),
+    ),
+    Fault(
+        "warn-only determinism refuses",
+        "flash_dmattn/validation.py",
+        "return torch.is_deterministic_algorithms_warn_only_enabled()",
+        "return False",
+        ("tests/test_flex.py::test_warn_only_determinism_warns_where_a_named_backend_has_no_order",),
+    ),
+    Fault(
+        "T5's values of an odd number of buckets lose one",
+        "flash_dmattn/biases.py",
+        "if is_bidirectional and weight.shape[0] % 2:",
+        "if False:",
+        ("tests/test_relative.py",),
+    ),
+    Fault(
+        "ints of NumPy are no sizes",
+        "flash_dmattn/problem/checks.py",
+        "isinstance(x, (int, torch.SymInt, Integral)) and",
+        "isinstance(x, (int, torch.SymInt)) and",
+        ("tests/test_validation.py::test_ints_of_numpy_are_sizes",),
+    ),
+    Fault(
+        "auto refuses a second derivative where the first ran on sdpa",
+        "flash_dmattn/dispatch/selection.py",
+        '    if requested != "auto":',
+        "    if True:",
+        ("tests/test_autograd.py::test_auto_takes_the_second_derivative_of_eager",),
+    ),
+    Fault(
+        "a profile is written where FLASH_DMATTN_PROFILE=off",
+        "flash_dmattn/tools/calibrate.py",
+        'if process.profile == "off":\n        stream.write',
+        "if False:\n        stream.write",
+        ("tests/test_calibrate.py",),
+    ),
+    Fault(
+        "values at lists and a bias are added in 16 bits",
+        "flash_dmattn/biases.py",
+        "torch.promote_types(torch.promote_types(values.dtype, bias.dtype), torch.float32)",
+        "torch.promote_types(values.dtype, bias.dtype)",
+        (f"{_LISTS}test_a_bias_and_chosen_values_of_16_bits_are_added_in_fp32",),
+    ),
+    Fault(
+        "topk_mask reads a batch as queries",
+        "flash_dmattn/masks/topk.py",
+        "x.dim() < 4 and x.shape[-2] != seqlen_k",
+        "x.dim() < 2",
+        ("tests/test_mask_topk.py::test_errors",),
+    ),
+    # Great and spoilt numbers
+    Fault(
+        "sdpa: a bias of NaN hides its keys",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "seen = mask != -torch.inf",
+        "seen = mask > -torch.inf",
+        (f"{_SPOILT}[sdpa-bias B-Hq-Lq-Lk, full-nan]", f"{_SPOILT}[sdpa-bias without a gradient-nan]"),
+    ),
+    Fault(
+        "sdpa: rows of NaN stay as torch's kernel writes them",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "is_lost = (lse == 0) | is_inexact",
+        "is_lost = lse == 0",
+        ("tests/test_edges.py",),
+    ),
+    Fault(
+        "sdpa: p of a row with a great bias is made of its rounded lse",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "if largest > LARGE_LSE:",
+        "if False:",
+        (f"{_SDPA}test_gradients_beside_great_and_spoiled_numbers",),
+    ),
+    Fault(
+        "sdpa: out of a row with a great bias has the kernel's rounding",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "mask is not None and x.bias is not None and is_great.any()",
+        "False",
+        (f"{_SDPA}test_gradients_beside_great_and_spoiled_numbers",),
+    ),
     # Keys of plans
     Fault(
         "a cached plan ignores the strides of its tensors",
@@ -398,6 +603,41 @@ _PYTHON = (
 )
 
 _TRITON = (
+    Fault(
+        "triton: a launch that failed is tried again through Triton",
+        "triton_kernels/kernel_launch.py",
+        "if status == INVALID_CONTEXT:",
+        "if status != 0:",
+        ("tests/test_triton_launch.py::test_an_error_of_the_driver_is_the_error_of_the_launch",),
+    ),
+    Fault(
+        "triton: sm_100 has the small tiles of lists",
+        "triton_kernels/list_tiles.py",
+        "dtype == torch.float32 or arch not in LIKE_HOPPER",
+        'dtype == torch.float32 or arch != "sm_90"',
+        ("tests/test_triton_lists.py",),
+    ),
+    Fault(
+        "triton: a great lse loses the log of its sum",
+        "triton_kernels/tile_ops.py",
+        "small.to(tl.float64) * unit_of(great).to(tl.float64)",
+        "small.to(tl.float64)",
+        (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
+    ),
+    Fault(
+        "triton: a row that reads a bias of NaN is empty in the backward pass",
+        "triton_kernels/tile_ops.py",
+        '(values < float("inf")) | (lse != lse)',
+        'values < float("inf")',
+        (f"{_INTERPRETED}test_calls_written_by_hand[odd]", f"{_INTERPRETED}test_lines_that_random_calls_may_miss"),
+    ),
+    Fault(
+        "triton: p of a great row is above 1",
+        "triton_kernels/scores.py",
+        "tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+        "exponent * LOG2E",
+        (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
+    ),
     Fault(
         "triton: shares of the keys leave out far blocks beside a bias by distance",
         "triton_kernels/forward.py",

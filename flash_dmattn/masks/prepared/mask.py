@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...definition import is_mapped, is_transformed
+from ...definition import listed
 from ...problem import (
     MaskChoice,
     MaskForm,
@@ -61,7 +61,7 @@ from .operators import (
     run_score_keys,
     run_topk_intervals,
 )
-from .packing import MaskPacking, pack_rows, pack_tree, pack_words
+from .packing import MaskPacking, pack_rows, pack_tree, pack_words, refuse_mapped
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -206,7 +206,7 @@ class PreparedMask(ABC):
         numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
         view = prepared_view(mask4, seqlen_q, seqlen_k, causal_window(**limits), choice)
         if find_intervals and view.form == "tiles":
-            _refuse_mapped("find_intervals=True", view.tensors[0], "leave it out")
+            refuse_mapped("find_intervals=True", view.tensors[0], "leave it out")
             tensors = _recognise_intervals(view, seqlen_q, seqlen_k, reorder)
             if tensors is not None:
                 return cls._made("intervals", tensors, **numbers)
@@ -850,15 +850,13 @@ class PreparedMask(ABC):
     ) -> PreparedMask:
         seqlen_k = start.size(2)
         if compact:
-            _refuse_mapped("compact=True", start, "leave it out")
+            refuse_mapped("compact=True", start, "leave it out")
         places = places_for(int(live_keys(start, stop)), seqlen_k) if compact else None  # which waits for the device
         tensors = start, stop, *interval_walk(start, stop, seqlen_q, reorder, places)
         return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
 
     @classmethod
     def _tiled(cls, words: Words, shape: Shape, device: torch.device, limits: Fields) -> PreparedMask:
-        if is_transformed():
-            _refuse_mapped("this mask", words(0, min(1, shape[2])), "pass a bool mask, or PreparedMask.from_mask of it")
         bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
         tensors = bits, classes, *packer_for(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
@@ -999,14 +997,9 @@ def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
+        place = tuple(listed(wrong.nonzero()[0]))
         limit = int(last.expand(index.shape)[place])
         raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}")
-
-
-def _refuse_mapped(what: str, x: Tensor, instead: str) -> None:
-    if not torch.compiler.is_compiling() and is_mapped(x):
-        raise NotImplementedError(f"{what} needs the values of one call, and torch.vmap maps several; {instead}")
 
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:
@@ -1037,7 +1030,7 @@ def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: 
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
-    has_several, live, pairs, active = numbers.tolist()
+    has_several, live, pairs, active = listed(numbers)
     if has_several:
         return None
     if reorder is None:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...definition import is_mapped
 from ...problem import Band, SequenceSpec
 from ...sequences.layout import TokenPlaces, token_places
 from ..arguments import pad
@@ -41,8 +42,15 @@ def tiles(length: int) -> int:
     return -(-length // TILE)
 
 
+def refuse_mapped(what: str, x: Tensor, instead: str) -> None:
+    """Refuse a tensor that `torch.vmap` maps, where its values decide."""
+    if not torch.compiler.is_compiling() and is_mapped(x):
+        raise NotImplementedError(f"{what} needs the values of one call, and torch.vmap maps several; {instead}")
+
+
 def pack_words(rows: Tensor) -> Tensor:
     """Pack bool rows (..., Lk) as bits: int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
+    refuse_mapped("this mask", rows, "pass a bool mask, or PreparedMask.from_mask of it")
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
     # A contiguous tensor may still start between two words, or have odd strides where a size is 1. A compiler cannot
     # trace where tensors start.

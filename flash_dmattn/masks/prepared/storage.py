@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ...definition import is_of_transform, outside_of_transforms
+from ...definition import is_of_transform, listed, outside_of_transforms
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...reference.lists import Lists, by_query, repeat_heads, spread, table
 from ...sequences.layout import Sequences
@@ -329,7 +329,7 @@ class SequenceTileMask(PreparedMask):
 
     def dense_sequence(self, number: int, head: int = 0) -> Tensor:
         """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
-        first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
+        first, seqlen_q, _, seqlen_k = listed(self.sequences.bounds_of(self.spec)[number])
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
         return packing.unpack_words(self.bits[0, head, first : first + seqlen_q], self.spec.max_seqlen_k)[:, :seqlen_k]
 
