@@ -114,7 +114,7 @@ class Way:
 
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = show
+            warnings.showwarning = show  # type: ignore[assignment]
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self.train(1)
