@@ -139,7 +139,9 @@ def _bert(way: str, quick: bool) -> Made:
 def _sam(way: str, quick: bool) -> Made:
     import transformers
 
-    small = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=64, patch_size=8, mlp_dim=32)
+    small: dict[str, Any] = dict(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=64, patch_size=8, mlp_dim=32
+    )
     small |= dict(window_size=3, global_attn_indexes=[1], output_channels=16)
     config = transformers.SamVisionConfig(**(small if quick else {}))
     model = transformers.SamVisionModel._from_config(config, attn_implementation=_transformers(way))
@@ -233,12 +235,12 @@ def _qwen_image(way: str, quick: bool) -> Made:
         sizes = dict(num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
         sizes |= dict(axes_dims_rope=(4, 6, 6))
         count, side, text = 2, 4, 8
-    model = QwenImageTransformer2DModel(**sizes)
+    model: Any = QwenImageTransformer2DModel(**sizes)
     _filled(model)
     image, target = torch.randn(count, side * side, 64), torch.randn(count, side * side, 64)
     states = torch.randn(count, text, model.config.joint_attention_dim)
     mask = (torch.arange(text) < _lengths(text // 4, text, count)).long()
-    call = dict(hidden_states=image, encoder_hidden_states=states, encoder_hidden_states_mask=mask)
+    call: dict[str, Any] = dict(hidden_states=image, encoder_hidden_states=states, encoder_hidden_states_mask=mask)
     call |= dict(timestep=torch.full((count,), 0.5), img_shapes=[[(1, side, side)]] * count)
     return model, lambda: _towards(target, lambda: model(**call).sample)
 

@@ -6,8 +6,8 @@ take turns in one process. The project's way that is fastest in the first groups
 both are compared.
 
 One more way replaces attention by a sum of its inputs. Its step shows the share of attention, and the ceiling: how many
-times as fast the step would be if attention took no time. What the project does around attention, such as making a
-matrix of biases, is not in the share, so a way that needs no such matrix may exceed the ceiling.
+times as fast the step would be if attention took no time. The share excludes the project's work around attention, such
+as making a matrix of biases, so a way that needs no such matrix may exceed the ceiling.
 
 Waits are the calls of one step in which the host waits for the GPU, as torch's profiler counts them; on a CPU, the
 operators that would wait on a GPU. Lines of this library that wait are printed below the table.
@@ -42,9 +42,9 @@ import flash_dmattn
 from .runner import FAILED, PASSED, USAGE
 from .step_models import MODELS, OURS, WITHOUT, Model
 
-GROUP = 3  # steps that are timed as one, so that the host can run ahead
-FIRST = 3  # groups of every way, the first of which is not timed
-LOSS_ERROR = 2e-2  # of the first loss, relative
+GROUP = 3  # steps are timed as one, so that the host can run ahead
+FIRST = 3  # groups of every way; the first is a warm-up
+LOSS_ERROR = 2e-2  # relative, of the first loss
 ON_GPU = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 ON_CPU = ("aten::_local_scalar_dense", "aten::nonzero")  # which wait on a GPU
 PACKAGE = Path(flash_dmattn.__file__).parent
@@ -114,7 +114,7 @@ class Way:
 
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = show
+            warnings.showwarning = show  # type: ignore[assignment]
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self.train(1)

@@ -326,8 +326,9 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
         return False
 
     def is_empty() -> bool:
-        if bias.is_cuda and makes_zeros(type(module)):
-            torch._assert_async(~bias.any(), f"{type(module).__name__} has a bias of cross attention other than 0")
+        kind: type = type(module)
+        if bias.is_cuda and makes_zeros(kind):
+            torch._assert_async(~bias.any(), f"{kind.__name__} has a bias of cross attention other than 0")
             return True
         return not bool(bias.any())
 
