@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,15 @@ def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
     assert tile("sm_86") == tile("sm_89") == tile("sm_120") == Tile(16, 32, 16, 1)
     assert gpu_of("sm_87") is None and shared_bytes("sm_87") == 99 * KIB and tile("sm_87") == tile("sm_86")
     assert gpu_of("gfx1100") is None and shared_bytes("gfx1100") == 64 * KIB
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ("forward", "product", "keys", "pairs", "rows"))
+def test_lists_have_the_tiles_of_hopper_on_gpus_like_it(kernel: Any) -> None:
+    from flash_dmattn.triton_kernels.list_tiles import list_tile
+
+    hopper, blackwell, ampere = (list_tile(kernel, 64, 128, torch.bfloat16, f"sm_{n}", 1) for n in (90, 100, 80))
+    assert hopper == blackwell != ampere
 
 
 @needs_triton

@@ -614,7 +614,7 @@ _TRITON = (
         "triton_kernels/list_tiles.py",
         "dtype == torch.float32 or arch not in LIKE_HOPPER",
         'dtype == torch.float32 or arch != "sm_90"',
-        ("tests/test_triton_lists.py",),
+        ("tests/test_triton_gpus.py::test_lists_have_the_tiles_of_hopper_on_gpus_like_it",),
     ),
     Fault(
         "triton: a great lse loses the log of its sum",
