@@ -624,20 +624,6 @@ _TRITON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
     ),
     Fault(
-        "triton: a row that reads a bias of NaN is empty in the backward pass",
-        "triton_kernels/tile_ops.py",
-        '(values < float("inf")) | (lse != lse)',
-        'values < float("inf")',
-        (f"{_INTERPRETED}test_calls_written_by_hand[odd]", f"{_INTERPRETED}test_lines_that_random_calls_may_miss"),
-    ),
-    Fault(
-        "triton: p of a great row is above 1",
-        "triton_kernels/scores.py",
-        "tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)",
-        "exponent * LOG2E",
-        (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
-    ),
-    Fault(
         "triton: shares of the keys leave out far blocks beside a bias by distance",
         "triton_kernels/forward.py",
         "near if phase == INSIDE else inside",
