@@ -182,6 +182,15 @@ def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("kernel", ("forward", "product", "keys", "pairs", "rows"))
+def test_lists_have_the_tiles_of_hopper_on_gpus_like_it(kernel: Any) -> None:
+    from flash_dmattn.triton_kernels.list_tiles import list_tile
+
+    hopper, blackwell, ampere = (list_tile(kernel, 64, 128, torch.bfloat16, f"sm_{n}", 1) for n in (90, 100, 80))
+    assert hopper == blackwell != ampere
+
+
+@needs_triton
 def test_tf32_is_taken_where_its_tiles_fit() -> None:
     from compiled_triton import Variant
     from compiled_variants import VARIANTS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -470,7 +470,7 @@ def report_fallback(problem: AttentionProblem, what: str = ATTENTION, policy: Fa
 
 def _warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the first line outside of this library and of torch, whose versions before 2.11 are around `run_call`."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS:
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
