@@ -580,7 +580,6 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
     BackwardConsumer<Traits> consumer{{p, shared, group, warp, lane, pipe_keys.stage, {}}, dk, dv};
-    const uint32_t great_rows = great_rows_of<Traits>(p, item, lane);
     if (item.is_first) {
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
@@ -593,7 +592,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (BackwardConsumer<Traits>::kHasBias && __any_sync(0xffffffffu, great_rows != 0)) {
+    if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
       // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both. Where a
       // warpgroup sums dbias it has no registers for the copy, and would serialize the products.
       int own_lane = lane;

@@ -175,28 +175,22 @@ struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   bool is_valid;           // false after the last
   bool is_first, is_last;  // of the tile's heads
   bool is_full_group;      // as in KeyWorkTile
-  const float2* great;     // BackwardParams::split_lse of the head, where a kernel has a bias
+  const float2* great;     // BackwardParams::split_lse of the head where great_rows names one of its rows, else null
   int batch, head, block_k;
   QueryWalk<Traits> walk;
 };
 
 // For KeyWorkItem::great.
 template <class Traits, class Work>
-__device__ __forceinline__ const float2* split_lse_of(const BackwardParams& p, const Work& work) {
+__device__ __forceinline__ const float2* find_great_rows(const BackwardParams& p, const Work& work) {
   if constexpr (Traits::kBias == BackwardBias::kNone) return nullptr;
-  return p.split_lse + first_padded_tile_of(p, work) * kTile;
-}
-
-// Not 0 for a lane of a warp if great_rows names a row of the head. Each warp of a consumer reads them all: its loads and
-// those of keys are waited for together, where the thread that loads would have waited for these first.
-template <class Traits, class Work>
-__device__ __forceinline__ uint32_t great_rows_of(const BackwardParams& p, const Work& work, int lane) {
-  if constexpr (Traits::kBias == BackwardBias::kNone) return 0;
-  const uint32_t* const tiles = p.great_rows + first_padded_tile_of(p, work);
+  const int64_t first = first_padded_tile_of(p, work);
+  const uint32_t* const tiles = p.great_rows + first;
   const int number = (seqlen_q_of(p, work) + kTile - 1) / kTile;
   uint32_t any = 0;
-  for (int tile = lane; tile < number; tile += 32) any |= tiles[tile];
-  return any;
+#pragma unroll 8
+  for (int tile = 0; tile < number; ++tile) any |= tiles[tile];
+  return any != 0 ? p.split_lse + first * kTile : nullptr;
 }
 
 // Query blocks of a head that there is room for.

@@ -242,7 +242,6 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
     Consumer consumer{{p, shared, 0, warp, lane, pipe_keys.stage, {}}, sums};
-    const uint32_t great_rows = great_rows_of<Traits>(p, item, lane);
     if (item.is_first) {
 #pragma unroll
       for (int i = 0; i < Consumer::kColumns / 2; ++i) sums[i] = 0.0f;
@@ -250,7 +249,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (Consumer::kHasBias && __any_sync(0xffffffffu, great_rows != 0)) {
+    if (Consumer::kHasBias && item.great != nullptr) {
       int own_lane = lane;  // as in consume_backward
       asm volatile("" : "+r"(own_lane));
       Consumer own{{p, shared, 0, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, sums};
