@@ -18,6 +18,7 @@ from compiled_triton import (
     jobs_of,
     list_jobs,
     packing_jobs,
+    piece_jobs,
     sequence_packing_jobs,
     tangent_jobs,
 )
@@ -92,6 +93,7 @@ def catalogue(
         listed = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
         listed += [Entry("-", f"{SEQUENCES}packing", 0, job) for job in sequence_packing_jobs(arch)]
         listed += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
+        listed += [Entry("-", "pieces", 0, job) for job in piece_jobs(arch)]
         if "bf16" in dtypes:
             listed += [Entry("bf16", f"lists, {dim}", dim, job) for dim in (128, 576) for job in list_jobs(arch, dim)]
         for dtype in dtypes:

@@ -38,6 +38,7 @@ from flash_dmattn.triton_kernels.list_calls import (
     plan_list_forward,
 )
 from flash_dmattn.triton_kernels.plan import Call, read_of
+from flash_dmattn.triton_kernels.plan_packed import plan_pieces
 from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 from flash_dmattn.triton_kernels.plan_tangents import plan_tangents
 
@@ -386,6 +387,18 @@ def append_jobs(arch: str) -> list[Job]:
                 cache = meta(*((1, 65536) if layout == "packed" else (4, 16384)), 8, 128)
                 in_pages = table if layout.startswith("paged") else None
                 append.write(CacheWrite(cache, cache, new, new, bounds, in_pages, layout))
+    return jobs
+
+
+def piece_jobs(arch: str) -> list[Job]:
+    """The kernel that stores the pieces of fp32 tensors."""
+    jobs, record = recorder(arch)
+    with mock.patch.object(Launch, "__call__", record):
+        for word in ("fp16x3", "bf16x3"):
+            for head_dim in (48, 128):
+                x = torch.empty(4, 2048, 16, head_dim, dtype=torch.float32, device="meta")
+                plan_pieces(word, x, x)(x, x)
+                plan_pieces(word, x, x, x, x)(x, x, x, x)
     return jobs
 
 

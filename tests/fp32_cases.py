@@ -11,7 +11,7 @@ PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=2, head
 LONG = 16384 if DEVICE == "cuda" else 600  # an error that a sum over keys makes at each step grows with their number
 
 CASES = {
-    **{f"head dim {dim}": PLAIN.with_(head_dim=dim, bias=FULL) for dim in (24, 40, 48, 64)},
+    **{f"head dim {dim}": PLAIN.with_(head_dim=dim, bias=FULL) for dim in (24, 40, 48, 64, 96)},
     "head dims of k and v": PLAIN.with_(head_dim=48, head_dim_v=32),
     "groups, causal": PLAIN.with_(num_heads_k=1, is_causal=True, dlse=True),
     "shared bias": PLAIN.with_(batch=3, bias=SHARED),

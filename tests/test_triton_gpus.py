@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,9 +192,48 @@ def test_tf32_is_taken_where_its_tiles_fit() -> None:
         assert wide.call(arch).precision_of("keys") == ("tf32" if fits else "ieee")
         least = 32 if fits else 16  # a bool mask and dropout need 32, as TF32 takes them (docs/notes/triton.md)
         assert masked.call(arch).tile("keys").block_m == least
-        assert wide.call(arch).precision_of("queries") == narrow.call(arch).precision_of("keys") == "tf32"
+        assert wide.call(arch).precision_of("queries") == "tf32"
+        assert narrow.call(arch).precision_of("keys") == ("bf16x3" if arch == "sm_90" else "tf32")
     assert narrow.call("gfx942").precision == "tf32"
     assert narrow.call("gfx950").precision == "ieee", "it has no TF32, and Triton refuses it"
+
+
+@needs_triton
+def test_products_of_pieces_are_taken_where_tensor_cores_pay() -> None:
+    from compiled_triton import Variant
+
+    def word(arch: str, **fields: Any) -> str:
+        return Variant(**{"head_dim": 64, "dtype": torch.float32, **fields}).call(arch).precision
+
+    for arch, most in (("sm_80", 64), ("sm_90", 128), ("sm_100", 128), ("sm_86", 0), ("sm_89", 0), ("sm_120", 0)):
+        for dim in (16, 64, 72, 128, 136):
+            assert word(arch, head_dim=dim) == ("fp16x3" if dim <= most else "ieee")
+        assert word(arch, seqlen_q=16) == word(arch, dtype=torch.bfloat16) == "ieee"
+    assert word("gfx942") == word("gfx950") == word("sm_90", head_dim=512) == "ieee"
+    assert word("sm_90", seqlen_q=16, tf32=True) == word("sm_80", tf32=True) == "tf32"
+
+
+@needs_triton
+def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
+    from compiled_triton import SequenceVariant, Variant, jobs_of
+
+    def names(variant: Variant, arch: str = "sm_90") -> list[str]:
+        return [job.name for job in jobs_of(variant, arch)]
+
+    call = Variant(64, dtype=torch.float32, seqlen_q=512, seqlen_k=512)  # 2^24 pairs
+    packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
+    assert names(call) == names(replace(call, tf32=True)) == packs
+    # Above 64 a kernel makes dk and another dv.
+    assert names(replace(call, head_dim=128)) == [*packs[:5], *packs[4:]]
+    alone = [name for name in packs if name != "pack_pieces"]
+    assert (
+        names(replace(call, seqlen_k=511))
+        == names(replace(call, batch=3))
+        == names(call, "sm_86")
+        == names(replace(call, head_dim=256))
+        == alone
+    )
+    assert "pack_pieces" not in names(SequenceVariant(64, dtype=torch.float32))
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:

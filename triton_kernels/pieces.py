@@ -15,6 +15,8 @@ toward zero at each step: a single sum over 16,384 keys of one sign is off by 50
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -109,39 +111,79 @@ def load_pieces(
         return split(tile, PRECISION)
 
 
+class Packing(NamedTuple):
+    """One tensor (B, L, H, D) of a launch that stores pieces: the programs before those of it, its sizes and strides.
+
+    `width` is what a row of pieces takes.
+    """
+
+    programs: int
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim: int
+    stride_batch: int
+    stride_row: int
+    stride_head: int
+    width: int
+
+
+@triton.jit
+def _pack(x, packed, packing, program, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+    """Store the pieces of a block of rows that are neighbours in memory: the heads of a position, then of the next."""
+    lines = packing.seqlen * packing.num_heads
+    blocks = tl.cdiv(lines, BLOCK)
+    b = (program // blocks).to(tl.int64)
+    line = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = (line // packing.num_heads).to(tl.int64)
+    h = (line % packing.num_heads).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (line < lines)[:, None] & (dims < packing.head_dim)[None, :]
+    at = b * packing.stride_batch + row * packing.stride_row + h * packing.stride_head
+    tile = tl.load(x + at[:, None] + dims[None, :], mask=inside, other=0.0)
+    a, rest, _, sizes = split(tile, PRECISION)
+    entry = tl.cast(lines, tl.int64) * packing.width
+    piece = entry * packing.batch
+    at = packed + (b * entry + line.to(tl.int64) * packing.width)[:, None] + dims[None, :]
+    tl.store(at, a, mask=inside)
+    tl.store(at + piece, rest, mask=inside)
+    if PRECISION == "fp16x3":
+        place = (packed + 2 * piece).to(tl.pointer_type(tl.float32)) + (b * packing.num_heads + h) * packing.seqlen
+        tl.store(place + row, sizes, mask=line < lines)
+
+
 @triton.jit
 def pack_pieces_kernel(
-    x,
-    packed,
-    x_strides,
-    packed_strides,
-    batch,
-    num_heads,
-    seqlen,
-    head_dim,
+    k,
+    v,
+    q,
+    dout,
+    packed_k,
+    packed_v,
+    packed_q,
+    packed_dout,
+    packing_k,
+    packing_v,
+    packing_q,
+    packing_dout,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the pieces of a block of rows of one head: (2, B, L, H, D), and behind them sizes in fp32, (B, H, L)."""
+    """Store the pieces of k and v, or also of q and dout: (2, B, L, H, D), and behind them sizes in fp32, (B, H, L).
+
+    Rows of D numbers begin at multiples of 16 bytes.
+    """
     program = tl.program_id(0)
-    blocks = tl.cdiv(seqlen, BLOCK)
-    first = program % blocks * BLOCK
-    h = program // blocks % num_heads
-    b = (program // blocks // num_heads).to(tl.int64)
-    rows = first + tl.arange(0, BLOCK)
-    dims = tl.arange(0, BLOCK_D)
-    tile = load_tile(x, x_strides, b, h, first, rows, seqlen, dims, head_dim, BLOCK, BLOCK_D, False, True, True, True)
-    a, rest, _, sizes = split(tile, PRECISION)
-    piece = tl.cast(batch, tl.int64) * packed_strides.batch
-    at = packed + b * packed_strides.batch + h.to(tl.int64) * packed_strides.head
-    at = at + rows.to(tl.int64)[:, None] * packed_strides.row + dims[None, :]
-    stored = (rows < seqlen)[:, None] & (dims < head_dim)[None, :]
-    tl.store(at, a, mask=stored)
-    tl.store(at + piece, rest, mask=stored)
-    if PRECISION == "fp16x3":
-        place = (packed + 2 * piece).to(tl.pointer_type(tl.float32)) + (b * num_heads + h) * seqlen
-        tl.store(place + rows, sizes, mask=rows < seqlen)
+    if program < packing_v.programs:
+        _pack(k, packed_k, packing_k, program, BLOCK, BLOCK_D, PRECISION)
+    elif q is None or program < packing_q.programs:
+        _pack(v, packed_v, packing_v, program - packing_v.programs, BLOCK, BLOCK_DV, PRECISION)
+    elif program < packing_dout.programs:
+        _pack(q, packed_q, packing_q, program - packing_q.programs, BLOCK, BLOCK_D, PRECISION)
+    else:
+        _pack(dout, packed_dout, packing_dout, program - packing_dout.programs, BLOCK, BLOCK_DV, PRECISION)
 
 
 @triton.jit

@@ -27,8 +27,8 @@ from .tile_table import Tile, tf32_fits, tile_of
 MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
-# From so many queries and keys on pieces of fp32 are stored.
-LEAST_TO_PACK = 1024
+# From so many queries and keys, and so many pairs of all heads on, pieces of fp32 are stored: docs/notes/triton.md.
+LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 512, 2**24
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -199,7 +199,7 @@ class Call:
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
-        kinds["precision"] = self.precision_of(kernel)
+        kinds |= {"precision": self.precision_of(kernel), "stored": bool(self.packed)}
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
         tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
@@ -265,13 +265,15 @@ class Call:
 
     @property
     def packs_pieces(self) -> bool:
-        """Return whether pieces of rows are made once and stored: kernels that read them in many tiles gain more.
+        """Return whether pieces of rows are made once and stored, which pays where many tiles read them.
 
         Not of sequences, whose rows lie in other ways.
         """
         if self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
             return False
-        return min(self.shape.seqlen_q, self.shape.seqlen_k) >= LEAST_TO_PACK or max(self.block_d, self.block_dv) > 64
+        seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
+        is_long = min(seqlen_q, seqlen_k) >= LEAST_TO_PACK
+        return is_long and self._heads * seqlen_q * seqlen_k >= LEAST_PAIRS_TO_PACK
 
     def row_strides(self, **tensors: Tensor) -> dict[str, Strides]:
         """Return the strides of (B, L, H, D) tensors, or of their pieces, under the names that kernels give them."""

@@ -45,7 +45,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces else ())
-    pack = [plan_pieces(x, call.precision) for x in (call.q, call.k, call.v, dout)] if call.packed else []
+    pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed else None
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     by_distance = need_bias and call.extent is not None
@@ -78,9 +78,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
-        if pack:
-            made = [make(x) for make, x in zip(pack, (q, k, v, dout), strict=True)]
-            read = (*made[:3], bias, made[3], *read[5:])
+        if pack is not None:
+            packed_k, packed_v, packed_q, packed_dout = pack(k, v, q, dout)
+            read = (packed_q, packed_k, packed_v, bias, packed_dout, *read[5:])
         delta = read[-1]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
@@ -165,6 +165,16 @@ def plan_keys(
     distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
     leaves rows of no sequence as they are.
     """
+    if need_k and need_v and call.packed and max(call.block_d, call.block_dv) > 64:
+        # Registers do not hold two sums of such heads and the sum of a tile.
+        keys_of = plan_keys(call, dout, True, False, dbias_kind, owners)
+        values_of = plan_keys(call, dout, False, True, NO_DBIAS.value, owners)
+
+        def run_both(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = keys_of(*arguments)
+            return dk, values_of(*arguments)[1], dbias
+
+        return run_both
     tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None

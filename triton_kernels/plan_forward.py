@@ -70,12 +70,11 @@ def run_in_shares(
     """Plan what follows the launch of the forward kernel: shares of the keys are combined, to out of this shape, and
     rows of no sequence filled."""
     combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
-    pack_k, pack_v = (plan_pieces(x, call.precision) if call.packed else None for x in (call.k, call.v))
+    pack = plan_pieces(call.precision, call.k, call.v) if call.packed else None
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         made = (out, lse, x.sink) if combine is None else (*empty_parts(splits, out, lse), None)
-        k = x.k if pack_k is None else pack_k(x.k)
-        v = x.v if pack_v is None else pack_v(x.v)
+        k, v = (x.k, x.v) if pack is None else pack(x.k, x.v)
         launch(x.q, k, v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
         if combine is not None:
             combine(*made[:2], out, lse, x.sink)

@@ -1,4 +1,4 @@
-"""Launches that store the pieces of q, k, v or dout once, before kernels that read them in many tiles."""
+"""The launch that stores the pieces of k and v, or also of q and dout, before kernels that read them in many tiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import triton
 from torch import Tensor
 
 from .kernel_launch import Launch, by_name
-from .pieces import pack_pieces_kernel
-from .tile_ops import Strides
+from .pieces import Packing, pack_pieces_kernel
 
 _ROWS = 32  # of a program
 _DTYPES = {"fp16x3": torch.float16, "bf16x3": torch.bfloat16}
@@ -23,30 +22,33 @@ def packed_strides(x: Tensor) -> tuple[int, int, int]:
     return seqlen * num_heads * width, num_heads * width, width
 
 
-def plan_pieces(x: Tensor, precision: str) -> Callable[[Tensor], Tensor]:
-    """Plan the pieces of tensors like x: run(x)."""
-    batch, seqlen, num_heads, head_dim = x.shape
-    strides, dtype = packed_strides(x), _DTYPES[precision]
-    # Two pieces, and sizes in fp32: two numbers of 16 bits for each row.
-    number = 2 * batch * strides[0] + (2 * batch * seqlen * num_heads if precision == "fp16x3" else 0)
-    rest = by_name(
+def plan_pieces(precision: str, *tensors: Tensor) -> Callable[..., list[Tensor]]:
+    """Plan the pieces of k and v, or of k, v, q and dout: run(*tensors)."""
+    dtype, programs, packings, numbers = _DTYPES[precision], 0, [], []
+    for x in tensors:
+        batch, seqlen, num_heads, head_dim = x.shape
+        strides = packed_strides(x)
+        packings.append(Packing(programs, batch, seqlen, num_heads, head_dim, *x.stride()[:3], strides[2]))
+        programs += triton.cdiv(seqlen * num_heads, _ROWS) * batch
+        # Two pieces, and sizes in fp32: two numbers of 16 bits for each row.
+        numbers.append(2 * batch * strides[0] + (2 * batch * seqlen * num_heads if precision == "fp16x3" else 0))
+    rest: list[Tensor | Packing | None] = [None] * (4 - len(tensors))
+    launch = Launch(
         pack_pieces_kernel,
-        {},
-        x_strides=Strides(*x.stride()[:3]),
-        packed_strides=Strides(*strides),
-        batch=batch,
-        num_heads=num_heads,
-        seqlen=seqlen,
-        head_dim=head_dim,
-        BLOCK=_ROWS,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PRECISION=precision,
+        programs,
+        by_name(
+            pack_pieces_kernel,
+            dict(zip(("packing_k", "packing_v", "packing_q", "packing_dout"), [*packings, *rest], strict=True)),
+            BLOCK=_ROWS,
+            BLOCK_D=max(16, triton.next_power_of_2(tensors[0].shape[3])),
+            BLOCK_DV=max(16, triton.next_power_of_2(tensors[1].shape[3])),
+            PRECISION=precision,
+        ),
     )
-    launch = Launch(pack_pieces_kernel, triton.cdiv(seqlen, _ROWS) * num_heads * batch, rest)
 
-    def run(x: Tensor) -> Tensor:
-        packed = torch.empty(number, dtype=dtype, device=x.device)
-        launch(x, packed)
-        return packed
+    def run(*tensors: Tensor) -> list[Tensor]:
+        made = [torch.empty(n, dtype=dtype, device=tensors[0].device) for n in numbers]
+        launch(*tensors, *rest, *made, *rest)
+        return made
 
     return run

@@ -20,11 +20,10 @@ from flash_dmattn.problem import AttentionProblem
 # So many queries of a head fit in one tile of the least size, and reading k and v is the bound: decoding.
 MOST_FEW_ROWS = 16
 PIECES = ("bf16x3", "bf16x6", "fp16x3")
-# The largest head dim whose tiles of pieces fit in registers.
-MOST_HEAD_DIM = 128
-# GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32. On
-# others (2 to 4 times) six products gain nothing, and three little.
-_HIGHEST = ("sm_80", "sm_90", "sm_100")
+# GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32, and
+# the largest head dim whose tiles of pieces fit in their registers. On others, where it is 2 to 4 times, pieces gain
+# little or nothing.
+_MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 128}
 # Where three products of bfloat16 take no longer than one of TF32, which is 100 times less accurate.
 _HIGH = ("sm_90",)
 
@@ -51,11 +50,11 @@ def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool, t
         few_rows: whether a head has so few queries that reading k and v bounds the time.
     """
     whole = whole_precision(dtype, arch, tf32)
-    if dtype != torch.float32 or head_dim > MOST_HEAD_DIM or few_rows:
+    if dtype != torch.float32 or head_dim > _MOST_HEAD_DIM.get(arch, 0) or few_rows:
         return whole
     if whole == "tf32":
         return "bf16x3" if arch in _HIGH else whole
-    return "fp16x3" if arch in _HIGHEST else whole
+    return "fp16x3"
 
 
 def word_of(p: AttentionProblem) -> str:
