@@ -231,7 +231,9 @@ def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
 
     call = Variant(64, dtype=torch.float32, seqlen_q=512, seqlen_k=512)  # 2^24 pairs
     packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
-    assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128)) == packs
+    assert names(call) == names(replace(call, tf32=True)) == packs
+    # Above 64 a kernel makes dk and another dv.
+    assert names(replace(call, head_dim=128)) == [*packs[:5], *packs[4:]]
     alone = [name for name in packs if name != "pack_pieces"]
     assert (
         names(replace(call, seqlen_k=511))

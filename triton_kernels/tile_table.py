@@ -167,18 +167,24 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
-# fp32 as pieces of 16 bits on tensor cores, in ms: calls af3 8,16,512,48 with a shared bias, plain 4,16,2048,64, with
-# stored pieces.
+# fp32 as pieces of 16 bits on tensor cores: pieces made in the kernels, and stored before them. Calls af3 8,16,512,48
+# with a shared bias, plain 4,16,2048,64. At 128 chosen by what the compiler makes of them.
 _PIECES = {
-    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
-    # af3 0.254 made in the kernel, plain 1.105; 0.279 and 1.198 for 32x64, 1.164 for 64x128 at 8 warps
-    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},
-    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 1)},  # af3 0.128, plain 0.685; 0.140 and 0.759 for 64x32
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.139; 0.141 for 128x64 at 8 warps
+    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},  # af3 0.254; 0.279 for 32x64
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(128, 32, 8, 1)},  # af3 0.185; 0.223 for 64x32
+    "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
+    "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.228; 0.270 for 64x32
+}
+_PIECES_STORED = {
+    "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)},  # plain 0.545; 0.606 with two stages
+    "biased forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
+    # plain 1.105; 1.198 for 32x64, 1.164 for 64x128 at 8 warps. At 128 one kernel makes dk and another dv.
+    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 64, 4, 1)},
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.128, plain 0.685; 0.140, 0.759 for 64x32
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
 }
-# The forward kernel on stored pieces without a bias of one value per score.
-_PIECES_STORED = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)}  # plain 0.545; 0.606 with two stages
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
 # but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
 # need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
@@ -394,8 +400,9 @@ def tile_of(
         stored: whether kernels read stored pieces.
     """
     if runs_on_pieces(precision):
-        by_score = bias in READ_BY_SCORE
-        return _row(_PIECES_STORED if kernel == "forward" and stored and not by_score else _PIECES[kernel], block_d)
+        if stored and kernel == "forward" and bias in READ_BY_SCORE:
+            kernel = "biased forward"
+        return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
         return own
