@@ -205,7 +205,7 @@ def test_products_of_pieces_are_taken_where_tensor_cores_pay() -> None:
     def word(arch: str, **fields: Any) -> str:
         return Variant(**{"head_dim": 64, "dtype": torch.float32, **fields}).call(arch).precision
 
-    for arch, most in (("sm_80", 64), ("sm_90", 128), ("sm_100", 128), ("sm_86", 0), ("sm_89", 0), ("sm_120", 0)):
+    for arch, most in (("sm_80", 64), ("sm_90", 128), ("sm_100", 64), ("sm_86", 0), ("sm_89", 0), ("sm_120", 0)):
         for dim in (16, 64, 72, 128, 136):
             assert word(arch, head_dim=dim) == ("fp16x3" if dim <= most else "ieee")
         assert word(arch, seqlen_q=16) == word(arch, dtype=torch.bfloat16) == "ieee"
