@@ -185,8 +185,9 @@ _PIECES_STORED = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
 }
-# Off sm_90; with the tiles above they spill up to 640 bytes.
-_PIECES_ELSEWHERE = {"keys": {64: Tile(32, 64, 4, 1)}, "bias": {64: Tile(64, 32, 4, 1)}}
+# Where the tiles above spill 640 bytes and more: off sm_90, and the kernel of dk and dv beside a bias of one value per
+# query and distance.
+_PIECES_SMALL = {"keys": {64: Tile(32, 64, 4, 1)}, "bias": {64: Tile(64, 32, 4, 1)}}
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
 # but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
 # need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
@@ -404,8 +405,9 @@ def tile_of(
     if runs_on_pieces(precision):
         if stored and kernel == "forward" and bias in READ_BY_SCORE:
             kernel = "biased forward"
-        if arch in ("sm_80", "sm_100") and kernel in _PIECES_ELSEWHERE:
-            return _row(_PIECES_ELSEWHERE[kernel], block_d)
+        is_small = arch in ("sm_80", "sm_100") or (kernel == "keys" and bias == BANDED.value)
+        if is_small and kernel in _PIECES_SMALL and block_d <= 64:
+            return _row(_PIECES_SMALL[kernel], block_d)
         return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
