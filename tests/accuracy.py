@@ -232,7 +232,10 @@ def chance(
     """The size of what rounding leaves in a result at bad luck; `outs` are out in fp64 and in the dtype."""
     if name == "out":
         return unlucky_out(x, flags, dropout, dtype)
-    return chance_by_weights(x, flags, dropout, dtype) if name == "dv" else chance_by_delta(name, x, flags, *outs)
+    if name == "dv":
+        return chance_by_weights(x, flags, dropout, dtype)
+    by_ds = 0.0 if name == "dbias" else chance_by_ds(name, x, flags, dropout, dtype)
+    return math.hypot(by_ds, chance_by_delta(name, x, flags, *outs))
 
 
 def probabilities(x: Inputs, flags: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -247,12 +250,32 @@ def independent(variances: Tensor) -> Tensor:
     return (variances.sum().square() / variances.square().sum().clamp_min(1e-300)).clamp_min(1.0)
 
 
+def rows_apart(p: Tensor, q: Tensor, variances: Tensor) -> Tensor:
+    """How many rows of equal variance move dk as little together as these rows do; at least 1.
+
+    Args:
+        p: (B, Hk, G, Lq, Lk), the weights by which a row's delta moves dk along its q.
+        q: (B, Lq, Hq, D).
+        variances: (B, Lq, Hq), of the rows' deltas.
+    """
+    rows = q.unflatten(2, (p.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, Hk, G Lq, D), as are p
+    p, deviations = p.flatten(2, 3), variances.sqrt().unflatten(2, (p.shape[1], -1)).permute(0, 2, 3, 1).flatten(2, 3)
+    trace = (deviations.square() * p.square().sum(-1) * rows.square().sum(-1)).sum()
+    squares = trace.new_zeros(())
+    for each_p, each_q, deviation in zip(*(x.flatten(0, 1) for x in (p, rows, deviations)), strict=True):
+        for some in torch.arange(len(each_q), device=q.device).split(1024):
+            alike = (each_p[some] @ each_p.mT) * (each_q[some] @ each_q.mT)
+            squares += (deviation[some, None] * alike * deviation).square().sum()
+    return (trace.square() / squares.clamp_min(1e-300)).clamp_min(1.0)
+
+
 def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in_dtype: Tensor) -> float:
     """The size of what rounding of out leaves in dq, dk or dbias by way of delta, sum of dout times out, at bad luck.
 
     A row's delta moves its dq along the sum of p k, and the dk of each key along p q: one rounding of many for each row
-    and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky. It
-    moves dbias along p, which is positive: all rows whose dbias is one sum may move it together, and count as one.
+    and head. Over many of these a backend has much the error of the yardstick, over few of them either may be lucky. So
+    it may where rows move dk alike, as where q is uncentred. It moves dbias along p, which is positive: all rows whose
+    dbias is one sum may move it together, and count as one.
     """
     x = x.to(torch.float64)
     weights, slope = probabilities(x, flags)
@@ -269,11 +292,13 @@ def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in
         along = torch.einsum("bhgij,bjhd->bihgd", p, x.k).square().sum(-1).flatten(2)
     else:
         along = torch.einsum("bhgij->bihg", p.square()).flatten(2) * x.q.square().sum(-1)
-    variances = (x.dout * (in_dtype.double() - out)).square().sum(-1) * along
+    deltas = (x.dout * (in_dtype.double() - out)).square().sum(-1)
+    variances = deltas * along
     if name == "dbias":
         own = formula.grouped(values_of(x.bias), x.k.shape[2], x.q.shape[2]).shape
         variances = variances.mT.unflatten(1, (x.k.shape[2], -1)).unsqueeze(-1).sum_to_size((*own[:-1], 1))
-    allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
+    number = rows_apart(p, x.q, deltas) if name == "dk" else independent(variances)
+    allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * number).sqrt())).item()
     assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
     return allowed
 
@@ -296,6 +321,31 @@ def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: tor
     number = independent(variances)
     worst = torch.minimum((3 * number).sqrt(), 1 + DEVIATIONS / (2 * number).sqrt())
     allowed = (variances.sum().sqrt() * worst).item()
+    assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
+    return allowed
+
+
+def chance_by_ds(name: str, x: Inputs, flags: dict[str, Any], dropout: Any, dtype: torch.dtype) -> float:
+    """The size of what rounding of ds and of the result leaves in dq or dk, at bad luck.
+
+    A row of dq sums k by ds, and a row of dk sums q by it. Where all of these vectors are alike, as uncentred ones are,
+    the errors of a row are one sum, so that only rows may be lucky or not.
+    """
+    x = x.to(torch.float64)
+    bias = dense(x.bias, x.q.shape[1], x.k.shape[1]) if isinstance(x.bias, Distances) else x.bias
+    whole = x.q.new_zeros(x.q.shape[0], x.k.shape[2], x.q.shape[2] // x.k.shape[2], x.q.shape[1], x.k.shape[1])
+    whole = whole if bias is None else whole + formula.grouped(bias, x.k.shape[2], x.q.shape[2])
+    inputs = x.dout, x.dlse, x.q, x.k, x.v, x.mask, whole.flatten(1, 2)
+    dq, dk, _, ds = formula.gradients(*inputs, sink=x.sink, dropout=dropout, **flags)[:4]
+    _, slope = probabilities(x, flags)
+    ds = formula.default_scale(x.q, flags.get("softmax_scale")) * ds.view_as(whole) * (1.0 if slope is None else slope)
+    if name == "dq":
+        sums = torch.einsum("bhgij,bjh->bihg", ds.square(), x.k.square().sum(-1)).flatten(2)
+    else:
+        sums = torch.einsum("bhgij,bihg->bjh", ds.square(), x.q.square().sum(-1).unflatten(2, whole.shape[1:3]))
+    result = dq if name == "dq" else dk
+    variances = torch.finfo(dtype).eps ** 2 / 12 * (sums + result.square().sum(-1))
+    allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
     assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
     return allowed
 
@@ -461,9 +511,8 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
         part = judge(*(in_part(x, rows, inputs) for x in (got, exact, in_dtype)))
         if part and case.data in (*GREAT, *GREAT_MIN) and adds_constants(case):
             # Scores without the constant of a row are as right: they have more digits than fp32 holds next to it.
-            apart = oracle(case, replace(inputs, bias=inputs.bias.masked_fill(inputs.bias.abs() > GREAT_ROW, 0.0)))
-            moved = {n: None if x is None else x + (in_dtype[n].double() - exact[n]) for n, x in apart.items()}
-            both = judge(*(in_part(x, rows, inputs) for x in (got, apart, moved)))
+            apart = replace(inputs, bias=inputs.bias.masked_fill(inputs.bias.abs() > GREAT_ROW, 0.0))
+            both = judge(*(in_part(x, rows, inputs) for x in (got, oracle(case, apart), yardstick(case, apart))))
             part = {name: told for name, told in part.items() if name in both}
         failures |= part
     assert not failures, f"{case.repro()}\n  " + "\n  ".join(failures.values())

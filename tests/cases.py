@@ -44,7 +44,7 @@ PLACES = ("row", "entry", "value", "others")
 GREAT = (*(f"{place} {x}" for place in PLACES for x in ("-1e6", "-1e9", "-1e30")), "key 1e6", "key 1e9", "key 1e30")
 GREAT_MIN = tuple(f"{place} min" for place in PLACES)
 # Rows of v and dout, every other one times a number; q and v times a number, k and dout divided by it; or one sign.
-ROWS, SIZES, ONE_SIGN = ("rows 1e-3", "rows 1e-6"), ("size 1e20", "size 1e-20", "size 1e-36"), "one sign"
+ROWS, SIZES, ONE_SIGN = ("rows 1e-3", "rows 1e-6", "rows 1e-9"), ("size 1e20", "size 1e-20", "size 1e-36"), "one sign"
 SEEN = tuple(f"seen {value} {name}" for value in ("nan", "inf") for name in NAMES)
 HIDDEN = tuple(f"hidden {value} {name}" for value in ("nan", "inf") for name in NAMES[1:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accuracy import Results, assert_accurate, error, oracle
-from cases import DEVICE, Case, Inputs
+from cases import DEVICE, ROWS, Case, Inputs
 
 FULL, SHARED = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk")
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=2, head_dim=24, dtype=torch.float32, seed=1)
@@ -22,7 +22,7 @@ CASES = {
     "empty rows": PLAIN.with_(mask=FULL, mask_kind="empty_rows", bias=FULL),
     "softcap": PLAIN.with_(softcap=3.0, logits=4.0),
     "dropout": PLAIN.with_(dropout_p=0.3),
-    **{data: PLAIN.with_(data=data, bias=SHARED) for data in ("rows 1e-3", "rows 1e-6", "size 1e20", "size 1e-20")},
+    **{data: PLAIN.with_(data=data, bias=SHARED) for data in (*ROWS, "size 1e20", "size 1e-20")},
     "many keys of one sign": PLAIN.with_(data="one sign", seqlen_k=LONG, needs_grad=("q", "k", "v")),
     "many queries of one sign": PLAIN.with_(data="one sign", seqlen_q=LONG, needs_grad=("q", "k", "v")),
     "inf in v": PLAIN.with_(data="seen inf v"),

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, run, yardstick
+from accuracy import (
+    Results,
+    assert_accurate,
+    chance_by_delta,
+    chance_by_ds,
+    error,
+    oracle,
+    probabilities,
+    rows_apart,
+    run,
+    yardstick,
+)
 from cases import Case, Inputs
 
 import flash_dmattn
@@ -66,6 +77,54 @@ def test_dbias_passes_beside_a_lucky_yardstick() -> None:
             assert "dbias: error" in str(error_of_far)
             refused += 1
     assert unlucky > 0 and refused > 20
+
+
+@pytest.mark.parametrize("data", ("centred", "steps 30"))
+def test_dk_of_rows_that_are_alike_may_be_unlucky_and_not_wrong(data: str) -> None:
+    """Equal rows of q move dk along one direction, so that all of its error is one sum; other rows move it apart."""
+    case = FEW.with_(bias=None, data=data, seqlen_q=60, softcap=5.0)
+    inputs = case.build("cpu")
+    exact, in_dtype = oracle(case, inputs), yardstick(case, inputs)
+    assert exact["out"] is not None and in_dtype["out"] is not None
+    x, (weights, slope) = inputs.to(torch.float64), probabilities(inputs.to(torch.float64), case.flags())
+    assert slope is not None
+    p = weights * slope * case.head_dim**-0.5
+    deltas = (x.dout * (in_dtype["out"].double() - exact["out"])).square().sum(-1)
+    number = rows_apart(p, x.q, deltas)
+    assert number > 30 if data == "centred" else number < 1.5 * case.num_heads
+    allowed = chance_by_delta("dk", inputs, case.flags(), exact["out"], in_dtype["out"])
+    random = torch.Generator().manual_seed(1)
+    passed = {1: 0, 20: 0}
+    for times in (1, 20) * 40:
+        off = torch.randn(deltas.shape, generator=random, dtype=torch.float64) * times * deltas.sqrt()
+        moved = x.q.mul(off.unsqueeze(-1)).unflatten(2, (p.shape[1], -1))
+        passed[times] += torch.einsum("bhgij,bihgd->bjhd", p, moved).norm().item() <= allowed
+    assert passed[1] == 40 and passed[20] < 10
+
+
+@pytest.mark.parametrize("data", ("centred", "steps 30"))
+@pytest.mark.parametrize("name", ("dq", "dk"))
+def test_rounding_of_ds_may_be_unlucky_and_not_wrong(name: str, data: str) -> None:
+    """ds rounded once to 16 bits, by any part of a step, passes; 20 times as much hardly ever."""
+    case = FEW.with_(bias=("B", "Hq", "Lq", "Lk"), data=data, seqlen_q=60)
+    inputs = case.build("cpu")
+    x = inputs.to(torch.float64)
+    ds = formula.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias)[3]
+    assert ds is not None
+    ds = ds.unflatten(1, (case.num_heads_k, -1)) * case.head_dim**-0.5
+    allowed = chance_by_ds(name, inputs, case.flags(), None, case.dtype)
+    random = torch.Generator().manual_seed(1)
+    passed = {1: 0, 20: 0}
+    for times in (1, 20) * 40:
+        parts = torch.rand(ds.shape, generator=random, dtype=torch.float64) - 0.5
+        off = times * torch.finfo(case.dtype).eps * parts * ds
+        moved = (
+            torch.einsum("bhgij,bjhd->bihgd", off, x.k).flatten(2, 3)
+            if name == "dq"
+            else torch.einsum("bhgij,bihgd->bjhd", off, x.q.unflatten(2, (case.num_heads_k, -1)))
+        )
+        passed[times] += moved.norm().item() <= allowed
+    assert passed[1] == 40 and passed[20] < 10
 
 
 def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
@@ -172,6 +231,22 @@ def test_rows_of_great_scores_have_a_probability(data: str) -> None:
                 assert_accurate({**results, name: results[name] * by}, case, inputs)
     with pytest.raises(AssertionError, match="dv: error"):
         assert_accurate({**results, "dv": results["dv"] * 3}, case, inputs)
+
+
+def test_a_constant_of_each_row_may_leave_its_scores() -> None:
+    """All scores of a row are equal beside 1e30, in fp64 too; a backend that adds it to lse alone is as right."""
+    case = Case(dtype=torch.bfloat16, bias=("B", "1", "Lq", "1"), bias_dtype=torch.float32, data="key 1e30")
+    case = case.with_(seqlen_k=176, head_dim=96, window_size=(-1, 2), needs_grad=("q",), seed=198)
+    inputs = case.build("cpu")
+    plain = yardstick(case.with_(bias=None, data="centred"), replace(inputs, bias=None))
+    assert plain["out"] is not None and plain["dq"] is not None and plain["lse"] is not None
+    assert inputs.bias is not None
+    lse = plain["lse"] + inputs.bias.view(case.batch, 1, case.seqlen_q)
+    results: Results = {"out": plain["out"], "dq": plain["dq"], "lse": lse}
+    assert_accurate(results, case, inputs)
+    for name in ("out", "dq"):
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            assert_accurate({**results, name: plain[name] * 1.02}, case, inputs)
 
 
 def test_great_means_allow_no_wrong_softmax() -> None:

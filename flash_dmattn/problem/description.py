@@ -464,9 +464,9 @@ def device_arch(device: torch.device) -> str:
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Return whether torch allows TF32 in matrix products of a dtype: only in fp32, and if its setting says so.
 
-    That is `torch.set_float32_matmul_precision("high")` or "medium", or a newer setting. It reads `fp32_precision`,
-    because the older `allow_tf32` raises once a newer one was used. Other dtypes skip the question, which takes longer
-    than all else in the key of a call.
+    `torch.set_float32_matmul_precision("high")` or "medium" allows it, and so do newer settings. The function reads
+    `fp32_precision`, because the older `allow_tf32` raises once a newer one was used. Other dtypes skip the question,
+    which takes longer than all else in the key of a call.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 

@@ -56,10 +56,9 @@ def runs_flash(p: AttentionProblem) -> bool:
 def leads_in_fp32(p: AttentionProblem) -> bool:
     """Return whether auto asks this backend before triton and flex: in fp32, where torch does not allow TF32.
 
-    Memory-efficient attention multiplies by three products of TF32 on tensor cores. On Hopper triton multiplies pieces
-    of 16 bits there, too; it leads in all calls but those that it multiplies on CUDA cores and that are not small:
-    docs/notes/triton.md has the times. On other GPUs nobody has timed it. A bias that heads or entries share has a
-    gradient for every score first, whose memory has a limit.
+    Memory-efficient attention multiplies by three products of TF32 on tensor cores. On Hopper this backend leads only
+    in large calls that triton multiplies on CUDA cores: docs/notes/triton.md has the times. On other GPUs nobody has
+    timed triton. A bias that heads or entries share has a gradient for every score first, whose memory has a limit.
     """
     if _is_rocm(p) or p.device != "cuda" or p.dtype != torch.float32 or p.flags.allows_tf32:
         return False
