@@ -165,16 +165,6 @@ def plan_keys(
     distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
     leaves rows of no sequence as they are.
     """
-    if need_k and need_v and call.packed and max(call.block_d, call.block_dv) > 64:
-        # Registers do not hold two sums of such heads and the sum of a tile.
-        keys_of = plan_keys(call, dout, True, False, dbias_kind, owners)
-        values_of = plan_keys(call, dout, False, True, NO_DBIAS.value, owners)
-
-        def run_both(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = keys_of(*arguments)
-            return dk, values_of(*arguments)[1], dbias
-
-        return run_both
     tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None

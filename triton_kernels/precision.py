@@ -23,7 +23,7 @@ PIECES = ("bf16x3", "bf16x6", "fp16x3")
 # GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32, and
 # the largest head dim whose tiles of pieces fit in their registers. On others, where it is 2 to 4 times, pieces gain
 # little or nothing.
-MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 128}
+MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 64}
 # Where three products of bfloat16 take no longer than one of TF32, which is 100 times less accurate.
 _HIGH = ("sm_90",)
 

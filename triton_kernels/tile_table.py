@@ -168,7 +168,7 @@ _FP32_SM = {
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
 # fp32 as pieces of 16 bits on tensor cores: pieces made in the kernels, and stored before them. Calls af3 8,16,512,48
-# with a shared bias, plain 4,16,2048,64. At 128 chosen by what the compiler makes of them.
+# with a shared bias, plain 4,16,2048,64. What has no figure was chosen by what the compiler makes of it.
 _PIECES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.139; 0.141 for 128x64 at 8 warps
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},  # af3 0.254; 0.279 for 32x64
@@ -179,12 +179,16 @@ _PIECES = {
 _PIECES_STORED = {
     "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)},  # plain 0.545; 0.606 with two stages
     "biased forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
-    # plain 1.105; 1.198 for 32x64, 1.164 for 64x128 at 8 warps. At 128 one kernel makes dk and another dv.
-    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 64, 4, 1)},
-    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.128, plain 0.685; 0.140, 0.759 for 64x32
+    # plain 1.105; 1.198 for 32x64, 1.164 for 64x128 at 8 warps; 4,16,1024,128 0.623; 0.745 for 32x64 at 4
+    "keys": {64: Tile(64, 64, 4, 1), 128: Tile(64, 128, 8, 1)},
+    # af3 0.128, plain 0.685; 0.140, 0.759 for 64x32; 4,16,1024,128 0.435; 0.470 for 128x32 at 8 warps
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 1)},
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
 }
+# Where the tiles above spill 640 bytes and more: off sm_90, and the kernel of dk and dv beside a bias of one value per
+# query and distance.
+_PIECES_SMALL = {"keys": {64: Tile(32, 64, 4, 1)}, "bias": {64: Tile(64, 32, 4, 1)}}
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
 # but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
 # need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
@@ -402,6 +406,9 @@ def tile_of(
     if runs_on_pieces(precision):
         if stored and kernel == "forward" and bias in READ_BY_SCORE:
             kernel = "biased forward"
+        is_small = arch in ("sm_80", "sm_100") or (kernel == "keys" and bias == BANDED.value)
+        if is_small and kernel in _PIECES_SMALL and block_d <= 64:
+            return _row(_PIECES_SMALL[kernel], block_d)
         return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
