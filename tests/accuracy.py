@@ -333,16 +333,20 @@ def chance_by_ds(name: str, x: Inputs, flags: dict[str, Any], dropout: Any, dtyp
     """
     x = x.to(torch.float64)
     bias = dense(x.bias, x.q.shape[1], x.k.shape[1]) if isinstance(x.bias, Distances) else x.bias
-    whole = x.q.new_zeros(x.q.shape[0], x.k.shape[2], x.q.shape[2] // x.k.shape[2], x.q.shape[1], x.k.shape[1])
-    whole = whole if bias is None else whole + formula.grouped(bias, x.k.shape[2], x.q.shape[2])
-    inputs = x.dout, x.dlse, x.q, x.k, x.v, x.mask, whole.flatten(1, 2)
+    dense_bias = x.q.new_zeros(x.q.shape[0], x.k.shape[2], x.q.shape[2] // x.k.shape[2], x.q.shape[1], x.k.shape[1])
+    dense_bias = dense_bias if bias is None else dense_bias + formula.grouped(bias, x.k.shape[2], x.q.shape[2])
+    inputs = x.dout, x.dlse, x.q, x.k, x.v, x.mask, dense_bias.flatten(1, 2)
     dq, dk, _, ds = formula.gradients(*inputs, sink=x.sink, dropout=dropout, **flags)[:4]
     _, slope = probabilities(x, flags)
-    ds = formula.default_scale(x.q, flags.get("softmax_scale")) * ds.view_as(whole) * (1.0 if slope is None else slope)
+    ds = (
+        formula.default_scale(x.q, flags.get("softmax_scale"))
+        * ds.view_as(dense_bias)
+        * (1.0 if slope is None else slope)
+    )
     if name == "dq":
         sums = torch.einsum("bhgij,bjh->bihg", ds.square(), x.k.square().sum(-1)).flatten(2)
     else:
-        sums = torch.einsum("bhgij,bihg->bjh", ds.square(), x.q.square().sum(-1).unflatten(2, whole.shape[1:3]))
+        sums = torch.einsum("bhgij,bihg->bjh", ds.square(), x.q.square().sum(-1).unflatten(2, dense_bias.shape[1:3]))
     result = dq if name == "dq" else dk
     variances = torch.finfo(dtype).eps ** 2 / 12 * (sums + result.square().sum(-1))
     allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()

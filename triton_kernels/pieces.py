@@ -23,7 +23,7 @@ from triton import knobs
 
 from .tile_ops import load_tile
 
-# The interpreter has no products of bfloat16. Those of the same numbers in fp32 are equal.
+# The interpreter has no products of bfloat16. Products of the same numbers in fp32 are equal.
 _WIDENS: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
 # The largest number of a row of float16 pieces is below 2^15; a product of two rows has this factor to undo.
 _UNDO: tl.constexpr = tl.constexpr(2.0**-28)

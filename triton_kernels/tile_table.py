@@ -168,7 +168,7 @@ _FP32_SM = {
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
 # fp32 as pieces of 16 bits on tensor cores: pieces made in the kernels, and stored before them. Calls af3 8,16,512,48
-# with a shared bias, plain 4,16,2048,64. What has no figure was chosen by what the compiler makes of it.
+# with a shared bias, plain 4,16,2048,64. Tiles without a figure were chosen by their registers and stack.
 _PIECES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.139; 0.141 for 128x64 at 8 warps
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},  # af3 0.254; 0.279 for 32x64
