@@ -5,6 +5,7 @@ It runs on a GPU, and on the emulated one.
 
 from __future__ import annotations
 
+import emulated_cuda
 import pytest
 import torch
 from cases import DEVICE
@@ -234,6 +235,23 @@ def test_the_longest_mask_of_keys(seqlen_k: int) -> None:
     start, stop, order = PYTORCH.key_intervals(mask, 100, None, True)
     wanted = (start, stop, order, *PYTORCH.interval_tiles(start, stop, order, 100))
     assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))
+
+
+def test_more_masks_of_keys_than_threads_count_in_int32() -> None:
+    """2^23 blocks of 256 threads, of masks without keys: on an emulated GPU they only come to be launched."""
+    masks = 2**23 + 1
+    mask = torch.ones(masks, 1, 1, 0, dtype=torch.bool, device=DEVICE)
+    emulated = DEVICE == "cpu"
+    if emulated:
+        emulated_cuda.launches(leaves_out=True)
+    try:
+        made = torch.ops.flash_dmattn.cuda_key_mask(mask, 1, -1, 0, False, 5, None, None, None)
+    finally:
+        if emulated:
+            emulated_cuda.launches()
+    row_lists, counters = made[4], made[6]
+    assert row_lists.shape == (masks, 1, 1, 2) and counters.shape == (5,)
+    assert emulated or not (row_lists.any() or counters.any())
 
 
 @pytest.mark.parametrize(

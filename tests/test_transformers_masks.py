@@ -288,6 +288,19 @@ def test_padding_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(result, LayerMask) and result.padding is not None and len(reads) == 2
 
 
+def test_a_captured_graph_keeps_padding_that_forbids_nothing_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads what the tensor has then, whatever a warm-up before the capture has found."""
+    attention_mask = torch.ones(3, 8, dtype=torch.long)
+    options = arguments(PLACES["training"], FUNCTIONS["bidirectional"](), attention_mask)
+    options["allow_is_bidirectional_skip"] = True
+    assert make_mask(**options) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert make_mask(**options) is None, "no graph holds what is on a CPU"
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    result = make_mask(**options)
+    assert isinstance(result, LayerMask) and result.padding is not None and result.padding.shape == (3, 1, 1, 8)
+
+
 def test_padding_behind_the_used_keys_is_none() -> None:
     """An attention_mask as long as what has been seen pads the rest of a static cache, which is not read anyhow."""
     result = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))

@@ -16,7 +16,7 @@ from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, check, register
 from flash_dmattn.integrations.transformers.attention_function import attend, observed
 from flash_dmattn.integrations.transformers.mask_function import LayerMask
-from flash_dmattn.integrations.transformers.models import asks_for_attention, makes_zeros
+from flash_dmattn.integrations.transformers.models import asks_for_attention, is_called_without, makes_zeros
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 LIMITS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -182,6 +182,69 @@ def test_modules_that_make_zeros_are_known_by_their_source() -> None:
     interfaces = [kind for kind in (modeling_t5.T5Attention, modeling_umt5.UMT5Attention) if asks_for_attention(kind)]
     assert all(map(makes_zeros, interfaces)) and (interfaces or lacks_interface("t5"))
     assert not any(map(makes_zeros, (Other, CrossAttention, modeling_t5.T5LayerFF, torch.nn.Linear)))
+
+
+def test_a_bias_that_cross_attention_receives_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too: the device asserts nothing of a bias that a caller or a hook has passed."""
+    seen: list[tuple[bool, bool]] = []
+    original = attention_function._is_empty_bias
+
+    def as_on_a_gpu(module: Any, bias: torch.Tensor) -> bool:
+        with monkeypatch.context() as gpu:
+            gpu.setattr(torch.Tensor, "is_cuda", True)
+            gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            empty = original(module, bias)
+        seen.append((is_called_without(module, "position_bias"), empty))
+        return empty
+
+    monkeypatch.setattr(attention_function, "_is_empty_bias", as_on_a_gpu)
+    model = make("t5")
+    layer = model.decoder.block[0].layer[1].EncDecAttention.eval()
+    x, y = (torch.randn(2, length, layer.d_model, dtype=torch.float64) for length in (6, 5))
+    bias = torch.randn(1, layer.n_heads, 6, 5, dtype=torch.float64)
+    results: dict[str, list[torch.Tensor]] = {}
+    for name in ("eager", register()):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            outs = [
+                layer(x, None, y, bias),
+                layer(x, key_value_states=y, position_bias=bias),
+                layer.forward(x, None, y, bias),
+            ]
+            outs.append(layer(x, key_value_states=y))
+            pass_bias = lambda module, args, kwargs: (args, {**kwargs, "position_bias": bias})
+            hook = layer.register_forward_pre_hook(pass_bias, with_kwargs=True)
+            outs.append(layer(x, key_value_states=y))
+            hook.remove()
+        results[name] = [out[0] for out in outs]
+    assert seen == [*3 * [(False, False)], (True, True), (False, False)]
+    for ours, theirs in zip(results[register()], results["eager"], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    seen.clear()
+    with torch.no_grad():
+        model(**inputs(model, "masked"))
+    crossed = [one for one in seen if one[1]]
+    assert crossed[0] == (True, True) and len(crossed) == len(model.decoder.block), "layers share the zeros"
+
+
+@pytest.mark.parametrize("kind", ("bias", "limits"))
+def test_nothing_kept_goes_into_a_captured_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay computes with the values that tensors have then."""
+    bias, longest = torch.randn(1, 4, 6, 6, dtype=torch.float64), torch.tensor(4)
+
+    def made() -> Any:
+        if kind == "bias":
+            return attention_function.in_dtype(bias, torch.float32)
+        return attention_function.take_packed({"cu_seq_lens_q": LIMITS, "max_length_q": longest}, 1)
+
+    kept = made()
+    assert made() is kept
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = made()
+    assert captured is not kept and made() is not captured
+    if kind == "limits":
+        assert kept.max_seqlen_q == 4 and captured.max_seqlen_q is None
 
 
 def test_what_is_known_of_limits_goes_with_them() -> None:

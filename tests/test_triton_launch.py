@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import struct
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -121,6 +122,9 @@ def test_numbers_of_each_launch_come_behind_its_tensors(streams: list[int]) -> N
 class Driver:
     """As the CUDA driver takes launches: it reads what lies at the addresses, and may call something or fail."""
 
+    types: tuple[Any, ...] = (*2 * [ctypes.c_uint64], ctypes.c_int32, ctypes.c_int64, ctypes.c_bool, ctypes.c_float)
+    types = (*types, ctypes.c_uint64, ctypes.c_uint64)  # no scratch memory
+
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.status, self.during = 0, lambda: None
@@ -130,9 +134,7 @@ class Driver:
         sizes = (ctypes.c_uint32 * 7).from_address(config.value)
         stream, attributes, number = (ctypes.c_uint64 * 3).from_address(config.value + 32)
         assert (attributes, number, extra) == (0, 0, None)
-        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool, ctypes.c_float)
-        types = (*types, ctypes.c_uint64, ctypes.c_uint64)  # no scratch memory
-        arguments = [kind.from_address(place).value for kind, place in zip(types, parameters, strict=True)]
+        arguments = [kind.from_address(place).value for kind, place in zip(self.types, parameters, strict=True)]
         self.launches.append((function.value, *sizes, stream, *arguments))
         return self.status
 
@@ -182,6 +184,25 @@ def test_the_driver_gets_the_numbers_of_each_launch(
     assert [arguments[9:] for arguments in cuda.launches] == [
         (x.data_ptr(), y.data_ptr(), number, 2**40, True, 0.5, 0, 0) for number in (0, -3)
     ]
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+def test_no_number_of_a_launch_loses_its_upper_bits(
+    streams: list[int], cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    monkeypatch.setattr(Kernel, "arg_names", ("x", "absent", "y", "first", "second", "scale"))
+    signature = {"x": "*fp32", "absent": "constexpr", "y": "*bf16", "first": "i32", "second": "i64", "scale": "fp32"}
+    monkeypatch.setattr(Compiled, "src", SimpleNamespace(signature=signature))
+    launch, x = Launch(Kernel(), 5, (0.5,)), torch.zeros(4)
+    monkeypatch.setattr(Driver, "types", (*Driver.types[:4], *Driver.types[5:]))
+    for numbers in ((0, 2**33), (-(2**31), 2**33), (2**31 - 1, -1)):
+        launch(x, None, x, *numbers)
+    assert [arguments[11:13] for arguments in cuda.launches] == [(-(2**31), 2**33), (2**31 - 1, -1)]
+    with pytest.raises(struct.error, match="'i' format requires"):
+        launch(x, None, x, 2**31, 0)
+    assert len(cuda.launches) == 2
 
 
 @pytest.mark.parametrize("vendor", ["cuda"])

@@ -150,6 +150,8 @@ def plan_driver_call(
     if None in numbers:
         return None
     num_pointers = len(passed) - len(numbers)
+    # A number that the kernel has in 32 bits is packed as such: a larger one is then an error, and not another number.
+    codes = "".join("i4x" if kind == "i32" else "q" for kind in [kind for kind, _ in passed if kind[0] != "*"][:sent])
     pointers, others = count(_CONFIG, 8), count(_CONFIG + 8 * num_pointers, 8)
     places = [next(pointers if kind[0] == "*" else others) for kind, _ in passed]
     # Triton's `CudaLauncher` (triton/backends/nvidia/driver.py) hands every kernel two more pointers, `global_scratch`
@@ -164,7 +166,7 @@ def plan_driver_call(
         addresses = [start + place for place in places]
         return Block(buffer, ctypes.c_void_p(start), (ctypes.c_void_p * len(addresses))(*addresses))
 
-    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q{sent}q").pack_into
+    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q{codes}").pack_into
     return DriverCall(_driver().cuLaunchKernelEx, ctypes.c_void_p(compiled.function), fill, _STREAM, [], make)
 
 

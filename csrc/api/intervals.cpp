@@ -256,8 +256,8 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   CHECK_ARGUMENT(!k.has_value() || (reorder && v.has_value()), "k is gathered with v, in an order");
   CHECK_ARGUMENT(k.has_value() || (!v.has_value() && !bias.has_value()), "v and bias are gathered with k");
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
-  CHECK_ARGUMENT(heads <= kMaxInt / kMostBlocksOfMask && heads * (tiles_q + tiles_k) <= kMaxInt, "mask of ", heads,
-                 " heads by ", seqlen_q, " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
+  CHECK_ARGUMENT(heads <= kMaxInt && heads * (tiles_q + tiles_k) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q,
+                 " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, mask);
   const auto numbers = [&](int64_t rows, int64_t columns) {

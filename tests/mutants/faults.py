@@ -771,6 +771,27 @@ _CSRC = (
         ("tests/test_cuda_pack.py::test_masks_of_keys[shape2-1000-0.5]",),
     ),
     Fault(
+        "what padding forbids is decided before the capture of a graph",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        "torch.compiler.is_compiling() or is_captured(attention_mask)",
+        "torch.compiler.is_compiling()",
+        ("tests/test_transformers_masks.py::test_a_captured_graph_keeps_padding_that_forbids_nothing_now",),
+    ),
+    Fault(
+        "every bias of cross attention counts as T5's zeros",
+        "flash_dmattn/integrations/transformers/attention_function.py",
+        ' and is_called_without(module, "position_bias")',
+        "",
+        ("tests/test_transformers_refusals.py::test_a_bias_that_cross_attention_receives_is_read",),
+    ),
+    Fault(
+        "a number of a launch loses its upper bits",
+        "triton_kernels/kernel_launch.py",
+        '"i4x" if kind == "i32" else "q"',
+        '"q"',
+        ("tests/test_triton_launch.py::test_no_number_of_a_launch_loses_its_upper_bits[cuda]",),
+    ),
+    Fault(
         "a call uses the counters that it gets, also if they are too few",
         "csrc/api/forward.cpp",
         "call.counters.has_value() && call.counters->numel() >= count",

@@ -232,7 +232,9 @@ __global__ void __launch_bounds__(kThreads) key_mask_kernel(const __grid_constan
                  [&](int tile_q) { return class_of(p, live, tile_q, tile_k); });
     }
   }
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < p.num_counters; i += gridDim.x * kThreads) p.counters[i] = 0;
+  if (mask == 0) {  // numbers of threads of all masks may exceed int32
+    for (int i = block * kThreads + threadIdx.x; i < p.num_counters; i += p.blocks * kThreads) p.counters[i] = 0;
+  }
   if (p.k.to != nullptr) place_keys(p, live, mask, block);
   if (p.placed_bias != nullptr) place_bias(p, live, mask, block);
 }
@@ -242,7 +244,8 @@ __global__ void __launch_bounds__(kThreads) key_mask_kernel(const __grid_constan
 cudaError_t launch_key_mask(KeyMaskParams params, int64_t heads, cudaStream_t stream) {
   const int64_t lines = ceil_div(params.tiles_q + params.tiles_k, kWarps), places = params.tiles_k;
   const int64_t rows = params.k.to == nullptr ? 0 : int64_t{params.batch} * params.seqlen_k * params.num_heads_k / heads;
-  params.blocks = static_cast<int>(std::clamp<int64_t>(std::max({lines, places, rows / kThreads}), 1, kMostBlocksOfMask));
+  const int64_t most = std::min(kMostBlocksOfMask, kMaxInt / heads);
+  params.blocks = static_cast<int>(std::clamp<int64_t>(std::max({lines, places, rows / kThreads}), 1, most));
   return KernelLaunch(heads * params.blocks, kThreads, stream).run(key_mask_kernel, params);
 }
 

@@ -21,7 +21,7 @@ from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_n
 from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
-from .models import TableBias, makes_zeros
+from .models import TableBias, is_called_without, is_captured, makes_zeros
 
 # Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
 # keys, and the outputs of a model are decided elsewhere.
@@ -242,7 +242,8 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
         return collapse(bias, range(bias.dim())).to(dtype).contiguous()
 
     # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
-    if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad):
+    # A CUDA graph has to copy at each replay, and what it captures is no value yet.
+    if torch.compiler.is_compiling() or is_captured(bias) or (bias.is_leaf and bias.requires_grad):
         return copied()
     copy: Tensor = _copies.get((id(bias), dtype, torch.is_grad_enabled()), [bias], copied)
     return copy
@@ -278,7 +279,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         check_tensor(name, limits, "an int32 or int64 torch.Tensor")
     values = (limits_q, limits_k, longest_q, longest_k)
     tensors = [x for x in values if isinstance(x, Tensor)]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_captured(longest_q, longest_k):
         return _packed(*values)
 
     def made() -> Sequences:
@@ -297,9 +298,9 @@ def _packed(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) 
 
 
 def _bound(longest: Any) -> int | None:
-    """Return a bound on lengths as an int. It changes no result, so in a compiled graph a tensor is left out."""
+    """Return a bound on lengths as an int. It changes no result, so in a graph a tensor is left out."""
     if isinstance(longest, Tensor):
-        return None if torch.compiler.is_compiling() else int(longest)
+        return None if torch.compiler.is_compiling() or is_captured(longest) else int(longest)
     return longest
 
 
@@ -312,8 +313,8 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
 
     Attributes tell where they may be. Then its values are read, once for all layers that share the tensor, because
     reading waits for the device. On a GPU the device asserts that they are 0, without a wait, where the source of a
-    module of transformers shows that it makes them. A bias that has a gradient, or that cannot be read or watched,
-    stays one.
+    module of transformers shows that it makes them, and the module was called without a bias. A bias that has a
+    gradient, or that cannot be read or watched, stays one.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
@@ -322,12 +323,12 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
         return False
     if bias.is_meta or is_of_transform(bias) or not counts_changes(bias):
         return False
-    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(bias):
         return False
 
     def is_empty() -> bool:
         kind: type = type(module)
-        if bias.is_cuda and makes_zeros(kind):
+        if bias.is_cuda and makes_zeros(kind) and is_called_without(module, "position_bias"):
             torch._assert_async(~bias.any(), f"{kind.__name__} has a bias of cross attention other than 0")
             return True
         return not bool(bias.any())

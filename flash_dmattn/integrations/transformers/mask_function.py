@@ -20,7 +20,7 @@ from ...definition import is_transformed
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
 from ...remembered import Kept
-from .models import MODELS_ASK_FOR_TENSORS, masking_utils, read_tables, refuse_config_without_interface
+from .models import MODELS_ASK_FOR_TENSORS, is_captured, masking_utils, read_tables, refuse_config_without_interface
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
@@ -434,7 +434,8 @@ def _padding(
 ) -> Tensor | None:
     """Make the padding (B, 1, 1, Lk), or None where it forbids nothing.
 
-    It waits for the device, as SDPA's mask does, once for all masks of a tensor.
+    It waits for the device, as SDPA's mask does, once for all masks of a tensor. In the capture of a CUDA graph it does
+    not read, since padding that forbids nothing now may forbid something at a replay.
     """
     if attention_mask is None:
         return None
@@ -448,7 +449,7 @@ def _padding(
     else:
         padding = padding[:, kv_offset : kv_offset + kv_length]
     padding = padding.to(torch.bool)
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or is_captured(attention_mask)):
         call = kv_length, kv_offset, used
 
         def is_full() -> bool:

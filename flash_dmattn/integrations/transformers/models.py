@@ -75,6 +75,29 @@ def makes_zeros(kind: type) -> bool:
     return is_passed_on and _MAKES_ZEROS.search(forward) is not None
 
 
+def is_called_without(module: nn.Module, name: str) -> bool:
+    """Return whether the module, which is being called, got no argument of a name; False where that cannot be seen.
+
+    Hooks may have changed the arguments, and `forward` may have made a tensor of the name.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            try:
+                bound = inspect.signature(module.forward).bind(*frame.f_locals["args"], **frame.f_locals["kwargs"])
+            except (TypeError, ValueError):
+                return False
+            return bound.arguments.get(name) is None
+        frame = frame.f_back
+    return False
+
+
+def is_captured(*tensors: object) -> bool:
+    """Return whether a CUDA graph captures what is done with the tensors: it would keep what their values tell now."""
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
 @functools.lru_cache(maxsize=256)
 def _source(kind: type) -> str:
     # The whole class, since some compute in another method than forward, and its bases in transformers.
