@@ -24,7 +24,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
-from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
+from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
@@ -44,7 +44,7 @@ _LEAST_DIAGONAL = 32
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
-    call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces else ())
+    call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces(LEAST_TO_PACK) else ())
     pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed else None
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
@@ -165,16 +165,6 @@ def plan_keys(
     distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
     leaves rows of no sequence as they are.
     """
-    if need_k and need_v and call.packed and max(call.block_d, call.block_dv) > 64:
-        # Registers do not hold two sums of such heads and the sum of a tile.
-        keys_of = plan_keys(call, dout, True, False, dbias_kind, owners)
-        values_of = plan_keys(call, dout, False, True, NO_DBIAS.value, owners)
-
-        def run_both(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = keys_of(*arguments)
-            return dk, values_of(*arguments)[1], dbias
-
-        return run_both
     tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None

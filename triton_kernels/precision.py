@@ -50,7 +50,7 @@ def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool, t
         few_rows: whether a head has so few queries that reading k and v bounds the time.
     """
     whole = whole_precision(dtype, arch, tf32)
-    if dtype != torch.float32 or head_dim > _MOST_HEAD_DIM.get(arch, 0) or few_rows:
+    if dtype != torch.float32 or head_dim > most_head_dim(arch) or few_rows:
         return whole
     if whole == "tf32":
         return "bf16x3" if arch in _HIGH else whole
@@ -63,6 +63,11 @@ def word_of(p: AttentionProblem) -> str:
     if p.mask_form == "lists":
         return whole_precision(p.dtype, p.arch, allowed)
     return precision_of(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), p.seqlen_q <= MOST_FEW_ROWS, allowed)
+
+
+def most_head_dim(arch: str) -> int:
+    """Return the largest head dim of calls on pieces, 0 on a GPU without them."""
+    return _MOST_HEAD_DIM.get(arch, 0)
 
 
 def runs_on_pieces(word: str) -> bool:
