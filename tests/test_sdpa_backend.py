@@ -538,8 +538,9 @@ def test_auto_takes_the_faster_kernel_in_fp32(name: str) -> None:
 
 HOW = {
     (False, "sm_90", 64): "by three products of float16 on tensor cores, with the error of float32",
-    (False, "sm_80", 128): "by three products of float16 on tensor cores, with the error of float32",
-    (False, "sm_90", 256): "on CUDA cores: head dims are above 128",
+    (False, "sm_80", 64): "by three products of float16 on tensor cores, with the error of float32",
+    (False, "sm_80", 128): "on CUDA cores: a head dim is above 64, where pieces of 16 bits do not fit in registers",
+    (False, "sm_90", 256): "on CUDA cores: a head dim is above 128, where pieces of 16 bits do not fit in registers",
     (False, "sm_89", 64): "on CUDA cores: pieces of 16 bits gain nothing on sm_89",
     (True, "sm_90", 64): "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5",
     (True, "sm_89", 64): "in TF32 on tensor cores, with a relative error of about 1e-3",

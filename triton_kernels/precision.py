@@ -23,7 +23,7 @@ PIECES = ("bf16x3", "bf16x6", "fp16x3")
 # GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32, and
 # the largest head dim whose tiles of pieces fit in their registers. On others, where it is 2 to 4 times, pieces gain
 # little or nothing.
-_MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 64}
+MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 64}
 # Where three products of bfloat16 take no longer than one of TF32, which is 100 times less accurate.
 _HIGH = ("sm_90",)
 
@@ -50,7 +50,7 @@ def precision_of(dtype: torch.dtype, arch: str, head_dim: int, few_rows: bool, t
         few_rows: whether a head has so few queries that reading k and v bounds the time.
     """
     whole = whole_precision(dtype, arch, tf32)
-    if dtype != torch.float32 or head_dim > most_head_dim(arch) or few_rows:
+    if dtype != torch.float32 or head_dim > MOST_HEAD_DIM.get(arch, 0) or few_rows:
         return whole
     if whole == "tf32":
         return "bf16x3" if arch in _HIGH else whole
@@ -63,11 +63,6 @@ def word_of(p: AttentionProblem) -> str:
     if p.mask_form == "lists":
         return whole_precision(p.dtype, p.arch, allowed)
     return precision_of(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), p.seqlen_q <= MOST_FEW_ROWS, allowed)
-
-
-def most_head_dim(arch: str) -> int:
-    """Return the largest head dim of calls on pieces, 0 on a GPU without them."""
-    return _MOST_HEAD_DIM.get(arch, 0)
 
 
 def runs_on_pieces(word: str) -> bool:

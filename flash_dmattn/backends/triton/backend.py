@@ -194,15 +194,15 @@ def _products_note(p: AttentionProblem) -> tuple[str, ...]:
     if p.dtype != torch.float32 or p.device != "cuda":
         return ()
     setting = f"torch's float32 matmul precision is {'high' if p.flags.allows_tf32 else 'highest'!r}"
-    widest = max(p.head_dim, p.head_dim_v)
+    most = precision.MOST_HEAD_DIM.get(p.arch)
     if p.mask_form == "lists":
         why = "the call has lists"
-    elif widest > precision.MOST_HEAD_DIM:
-        why = f"head dims are above {precision.MOST_HEAD_DIM}"
-    elif p.seqlen_q <= precision.MOST_FEW_ROWS:
-        why = f"{p.seqlen_q} queries take as long as reading the keys"
-    else:
+    elif most is None:
         why = f"pieces of 16 bits gain nothing on {p.arch}"
+    elif max(p.head_dim, p.head_dim_v) > most:
+        why = f"a head dim is above {most}, where pieces of 16 bits do not fit in registers"
+    else:
+        why = f"{p.seqlen_q} queries take as long as reading the keys"
     how = _PRODUCTS[precision.word_of(p)].format(setting=setting, why=why)
     return (f"multiplies in float32 {how}",)
 
