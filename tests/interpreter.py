@@ -29,7 +29,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 
 from flash_dmattn.backends.triton import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
-from flash_dmattn.triton_kernels import (
+from flash_dmattn.triton_kernels import (  # noqa: E402
     launch,
     plan,
     plan_backward,
