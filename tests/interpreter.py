@@ -29,7 +29,15 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 
 from flash_dmattn.backends.triton import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan, plan_backward, plan_sequences, plan_slots, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import (  # noqa: E402
+    launch,
+    plan,
+    plan_backward,
+    plan_forward,
+    plan_sequences,
+    plan_slots,
+    tile_table,
+)
 from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -138,7 +146,8 @@ def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[Non
         mock.patch.object(plan, "precision_of", lambda *_: word),
         mock.patch.object(tile_table, "_PIECES", pieces),
         mock.patch.object(tile_table, "_PIECES_STORED", pieces),
-        mock.patch.object(plan, "LEAST_TO_PACK", 1),
+        mock.patch.object(plan_forward, "LEAST_TO_PACK_FORWARD", 1),
+        mock.patch.object(plan_backward, "LEAST_TO_PACK", 1),
         mock.patch.object(plan, "LEAST_PAIRS_TO_PACK", 1 if stored else 2**62),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),
     ):

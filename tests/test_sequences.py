@@ -82,7 +82,7 @@ def centred(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("centred")
 @pytest.mark.parametrize(("number", "name"), ((164, "dq"), (221, "dq"), (221, "dk"), (323, "dk")))
 def test_gradients_of_few_rows_may_be_unlucky_and_not_wrong(number: int, name: str) -> None:
-    """Deltas off by twice what rounding of out leaves in them pass beside a lucky yardstick; by 4 times, not."""
+    """Deltas off by twice what rounding of out leaves in them pass beside a lucky yardstick; by 6 times, not."""
     call = draw(number, dtypes=(torch.bfloat16,))
     assert call.flags["dropout_p"] == 0.0, "a GPU draws another dropout, and with it another yardstick"
     exact, in_dtype, dense = expected(call)
@@ -92,7 +92,7 @@ def test_gradients_of_few_rows_may_be_unlucky_and_not_wrong(number: int, name: s
     arguments = (dense.q, dense.k, dense.v, dense.mask, dense.bias)
     wanted = {"out", "lse", *(f"d{name}" for name in call.needs_grad)}
     results = {key: None if key not in wanted else x if key == "lse" else x.bfloat16() for key, x in exact.items()}
-    for times, is_allowed in ((2.0, True), (4.0, False)):
+    for times, is_allowed in ((2.0, True), (6.0, False)):
         moved = -times * delta_error if dense.dlse is None else dense.dlse - times * delta_error
         dq, dk = formula.gradients(dense.dout, moved, *arguments, **numbers, sink=dense.sink)[:2]
         moved_gradient = (dq if name == "dq" else dk).reshape(exact[name].shape).bfloat16()

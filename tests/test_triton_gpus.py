@@ -258,13 +258,14 @@ def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
     def names(variant: Variant, arch: str = "sm_90") -> list[str]:
         return [job.name for job in jobs_of(variant, arch)]
 
-    call = Variant(64, dtype=torch.float32, seqlen_q=512, seqlen_k=512)  # 2^24 pairs
+    call = Variant(64, dtype=torch.float32, batch=1, seqlen_q=1024, seqlen_k=1024)  # 2^24 pairs
     packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
     assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128)) == packs
+    assert names(replace(call, seqlen_k=512, batch=2)) == packs[1:], "the backward pass from 512 on"
     alone = [name for name in packs if name != "pack_pieces"]
     assert (
-        names(replace(call, seqlen_k=511))
-        == names(replace(call, batch=3))
+        names(replace(call, seqlen_k=511, batch=4))
+        == names(replace(call, num_heads=8, num_heads_k=8))
         == names(call, "sm_86")
         == names(replace(call, head_dim=256))
         == alone

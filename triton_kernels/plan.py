@@ -28,7 +28,7 @@ MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
 # From so many queries and keys, and so many pairs of all heads on, pieces of fp32 are stored: docs/notes/triton.md.
-LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 512, 2**24
+LEAST_TO_PACK_FORWARD, LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 1024, 512, 2**24
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -263,16 +263,15 @@ class Call:
             "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind),
         }
 
-    @property
-    def packs_pieces(self) -> bool:
+    def packs_pieces(self, least: int) -> bool:
         """Return whether pieces of rows are made once and stored, which pays where many tiles read them.
 
-        Not of sequences, whose rows lie in other ways.
+        Not of sequences, whose rows lie in other ways. `least` is of queries and of keys.
         """
         if self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
             return False
         seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
-        is_long = min(seqlen_q, seqlen_k) >= LEAST_TO_PACK
+        is_long = min(seqlen_q, seqlen_k) >= least
         return is_long and self._heads * seqlen_q * seqlen_k >= LEAST_PAIRS_TO_PACK
 
     def row_strides(self, **tensors: Tensor) -> dict[str, Strides]:

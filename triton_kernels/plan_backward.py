@@ -24,7 +24,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
-from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
+from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
@@ -44,7 +44,7 @@ _LEAST_DIAGONAL = 32
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
-    call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces else ())
+    call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces(LEAST_TO_PACK) else ())
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     by_distance = need_bias and call.extent is not None

@@ -168,7 +168,7 @@ _FP32_SM = {
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
 # fp32 as pieces of 16 bits on tensor cores: pieces made in the kernels, and stored before them. Calls af3 8,16,512,48
-# with a shared bias, plain 4,16,2048,64. Tiles without a figure were chosen by their registers and stack.
+# with a shared bias, plain 4,16,2048,64, d128 4,16,1024,128. At 128 what is not timed has few registers.
 _PIECES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.139; 0.141 for 128x64 at 8 warps
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},  # af3 0.254; 0.279 for 32x64
@@ -179,10 +179,9 @@ _PIECES = {
 _PIECES_STORED = {
     "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)},  # plain 0.545; 0.606 with two stages
     "biased forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
-    # plain 1.105; 1.198 for 32x64, 1.164 for 64x128 at 8 warps; 4,16,1024,128 0.623; 0.745 for 32x64 at 4
+    # plain 1.105, d128 0.623; 1.198 and 0.745 for 32x64
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(64, 128, 8, 1)},
-    # af3 0.128, plain 0.685; 0.140, 0.759 for 64x32; 4,16,1024,128 0.435; 0.470 for 128x32 at 8 warps
-    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 1)},
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 1)},  # plain 0.685, d128 0.435; 0.749, 0.470 for 8 warps
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
 }

@@ -618,6 +618,20 @@ _TRITON = (
         ("tests/test_triton_gpus.py::test_lists_have_the_tiles_of_hopper_on_gpus_like_it",),
     ),
     Fault(
+        "triton: a row that reads a bias of NaN is empty in the backward pass",
+        "triton_kernels/tile_ops.py",
+        '(values < float("inf")) | (lse != lse)',
+        'values < float("inf")',
+        (f"{_INTERPRETED}test_calls_written_by_hand[odd]",),
+    ),
+    Fault(
+        "triton: p of a great row is above 1",
+        "triton_kernels/scores.py",
+        "tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+        "exponent * LOG2E",
+        (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
+    ),
+    Fault(
         "triton: a great lse loses the log of its sum",
         "triton_kernels/tile_ops.py",
         "small.to(tl.float64) * unit_of(great).to(tl.float64)",
