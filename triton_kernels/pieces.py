@@ -214,7 +214,7 @@ def product_of_rows(x, y, PRECISION: tl.constexpr):
     if PRECISION == "fp16x3":
         s = _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), False)
         # One size after the other: their product may overflow, or be 0, where the product of the rows is a number.
-        return s * (x[3] * _UNDO)[:, None] * y[3][None, :]
+        return s * (y[3] * _UNDO)[None, :] * x[3][:, None]
     elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
         return _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6")
     else:
