@@ -452,12 +452,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**ROWS, "device": "sm_80", "sequences": SequenceSpec("packed", 2**15 + 1, 4096, 4096, 64, 64)},
         "gpu_grid",
     ),
-    "a batch beyond the grid": ({"device": "sm_90", "q": (65536, 49, 4, 32), "dtype": "fp32"}, "gpu_grid"),
-    "heads beyond the grid": ({"device": "sm_80", "q": (1, 8, 65536, 64)}, "gpu_grid"),
-    "packed, gaps beyond the grid": (
-        {**ROWS, "device": "sm_80", "sequences": SequenceSpec("packed", 2**15 + 1, 4096, 4096, 64, 64)},
-        "gpu_grid",
-    ),
     "packed, window": (ROWS | {"device": "sm_80", "window_size": (64, 0)}, "gpu_window"),
 }
 

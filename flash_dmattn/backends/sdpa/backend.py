@@ -265,10 +265,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gpu_grid",
-        _on_gpu(lambda p: max(_entries(p), p.num_heads) <= _MOST_BLOCKS),
+        _on_gpu(lambda p: _entries(p) <= _MOST_BLOCKS and p.num_heads <= _MOST_BLOCKS),
         lambda p: (
-            f"the call has {_entries(p)} {'entries' if p.sequences is None else 'sequences and gaps'} and {p.num_heads} "
-            f"query heads; the grids of these kernels hold at most {_MOST_BLOCKS} of each"
+            f"the call has {_entries(p)} {'entries' if p.sequences is None else 'sequences and gaps'}, and "
+            f"{p.num_heads} query heads; the grids of these kernels hold at most {_MOST_BLOCKS} of each"
         ),
         _TRITON,
         example={"q": (65536, 64, 4, 64), "device": "sm_80"},
