@@ -43,8 +43,8 @@ JUMPS = ("jumps",)
 PLACES = ("row", "entry", "value", "others")
 GREAT = (*(f"{place} {x}" for place in PLACES for x in ("-1e6", "-1e9", "-1e30")), "key 1e6", "key 1e9", "key 1e30")
 GREAT_MIN = tuple(f"{place} min" for place in PLACES)
-# Rows of v and dout, every other one times a number; q and v times a number, k and dout divided by it; one sign; q and
-# k times a number, in dims where the other is 0; or v and dout times a number.
+# Rows of v and dout, every other one times a number; q and v times a number, k and dout divided by it; or one sign.
+# APART: q and k times a number, in dims where the other is 0. SMALL: v and dout times a number.
 ROWS, SIZES, ONE_SIGN = ("rows 1e-3", "rows 1e-6", "rows 1e-9"), ("size 1e20", "size 1e-20", "size 1e-36"), "one sign"
 APART, SMALL = "apart 1e30", "small 2e-19"
 SEEN = tuple(f"seen {value} {name}" for value in ("nan", "inf") for name in NAMES)
