@@ -44,7 +44,9 @@ PLACES = ("row", "entry", "value", "others")
 GREAT = (*(f"{place} {x}" for place in PLACES for x in ("-1e6", "-1e9", "-1e30")), "key 1e6", "key 1e9", "key 1e30")
 GREAT_MIN = tuple(f"{place} min" for place in PLACES)
 # Rows of v and dout, every other one times a number; q and v times a number, k and dout divided by it; or one sign.
+# APART: q and k times a number, in dims where the other is 0. SMALL: v and dout times a number.
 ROWS, SIZES, ONE_SIGN = ("rows 1e-3", "rows 1e-6", "rows 1e-9"), ("size 1e20", "size 1e-20", "size 1e-36"), "one sign"
+APART, SMALL = "apart 1e30", "small 2e-19"
 SEEN = tuple(f"seen {value} {name}" for value in ("nan", "inf") for name in NAMES)
 HIDDEN = tuple(f"hidden {value} {name}" for value in ("nan", "inf") for name in NAMES[1:])
 
@@ -75,7 +77,7 @@ def with_means(data: str, q: Tensor, k: Tensor, scale: float, random: torch.Gene
 
 
 def with_sizes(data: str, x: Inputs) -> Inputs:
-    """The tensors as a kind of `ROWS` or `SIZES`, or of one sign, has them; of another kind as they are."""
+    """The tensors as a kind of `ROWS` or `SIZES`, `ONE_SIGN`, `APART` or `SMALL` has them; else as they are."""
     if data == ONE_SIGN:
         return replace(x, v=x.v.abs(), dout=x.dout.abs())
     if data in ROWS:
@@ -85,6 +87,12 @@ def with_sizes(data: str, x: Inputs) -> Inputs:
     if data in SIZES:
         factor = float(data.split()[1])
         return replace(x, q=x.q * factor, v=x.v * factor, k=x.k / factor, dout=x.dout / factor)
+    if data == APART:
+        factor, is_even = float(data.split()[1]), torch.arange(x.q.shape[-1]).to(x.q.device) % 2 == 0
+        return replace(x, q=(x.q * factor).where(is_even, 0.0), k=(x.k * factor).where(~is_even, 0.0))
+    if data == SMALL:
+        factor = float(data.split()[1])
+        return replace(x, v=x.v * factor, dout=x.dout * factor)
     return x
 
 

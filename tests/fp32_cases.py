@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accuracy import Results, assert_accurate, error, oracle
-from cases import DEVICE, ROWS, Case, Inputs
+from cases import APART, DEVICE, ROWS, SMALL, Case, Inputs
 
 FULL, SHARED = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk")
 PLAIN = Case(batch=1, seqlen_q=40, seqlen_k=70, num_heads=2, num_heads_k=2, head_dim=24, dtype=torch.float32, seed=1)
@@ -27,7 +27,10 @@ CASES = {
     "many queries of one sign": PLAIN.with_(data="one sign", seqlen_q=LONG, needs_grad=("q", "k", "v")),
     "inf in v": PLAIN.with_(data="seen inf v"),
     "tiny": PLAIN.with_(data="size 1e-36"),
+    "great rows, product 0": PLAIN.with_(data=APART),  # the product of their sizes is infinite
 }
+# Products of rows are normal numbers of fp32, and products of their sizes are 0; pieces of bfloat16 end before.
+SMALL_ROWS = PLAIN.with_(data=SMALL)
 # The last piece of such numbers lies beyond the range of bfloat16: 1e-36 is 2^-120. Torch's own kernel has two pieces.
 TINY, TINY_OF_TORCH = 1e-4, 1e-3
 

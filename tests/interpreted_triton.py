@@ -410,6 +410,8 @@ def forward_mode_calls() -> Iterator[str | None]:
     set_up(SMALL)
     yield outcome_of(reads_keys_in_place, "a mask whose keys have an order")
     set_up(SMALL, arch="sm_90")
+    yield outcome_of(makes_no_pieces_of_tangents, "fp32, where other kernels multiply pieces")
+    set_up(SMALL, arch="sm_90")
     with descriptors_wherever_they_serve():
         for names, head_dim in ((("q", "k", "v", "bias"), 64), (("k", "v"), 256), (("bias",), 64)):
             told = f"descriptors, head dim {head_dim}, tangents of {names}"
@@ -423,6 +425,14 @@ def reads_keys_in_place() -> None:
     call = lambda backend: lambda *x: flash_dmattn.attention(*x, mask, return_lse=True, backend=backend)
     results = (torch.func.jvp(call(backend), (q, k, v), (tq, tk, tv)) for backend in ("triton", "eager"))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def makes_no_pieces_of_tangents() -> None:
+    call = tangent_calls.dense_call(0, Drawn(Case(batch=1, seqlen_q=20, seqlen_k=40, num_heads=2, bias=FULL)), "cpu")
+    for word in ("bf16x3", "fp16x3"):
+        set_up(SMALL)
+        with interpreter.on_tensor_cores(word, SMALL):
+            tangent_calls.assert_accurate(call.run("triton"), call)
 
 
 def reads_tiles_of_tangents(names: tuple[str, ...], head_dim: int) -> None:
@@ -636,8 +646,8 @@ def fp32_calls(word: str = "fp16x3", pieces: str = "made") -> Iterator[str | Non
     Pieces are made in the kernels that multiply them, or "stored" before.
     """
     tile = Tile(32, 32, 4, 1)
-    for name, case in fp32_cases.CASES.items():
-        if name == "tiny" and word.startswith("bf16"):
+    for name, case in {**fp32_cases.CASES, "small rows": fp32_cases.SMALL_ROWS}.items():
+        if name in ("tiny", "small rows") and word.startswith("bf16"):
             continue  # subnormal numbers of bfloat16 are wrong in the interpreter
         set_up(tile)
         yield outcome_of(partial(right_on_pieces, word, pieces == "stored", tile, case), f"{name}: {case.repro()}")

@@ -446,6 +446,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AMD, bias": ({"device": "gfx942", "bias": (1, 16, 1024, 1024)}, "rocm"),
     "AMD, packed": (ROWS | {"device": "gfx942"}, "sequences"),
     "packed on a CPU": (ROWS | {"device": "cpu"}, "sequences"),
+    "a batch beyond the grid": ({"device": "sm_90", "q": (65536, 49, 4, 32), "dtype": "fp32"}, "gpu_grid"),
+    "heads beyond the grid": ({"device": "sm_80", "q": (1, 8, 65536, 64)}, "gpu_grid"),
+    "packed, gaps beyond the grid": (
+        {**ROWS, "device": "sm_80", "sequences": SequenceSpec("packed", 2**15 + 1, 4096, 4096, 64, 64)},
+        "gpu_grid",
+    ),
     "packed, window": (ROWS | {"device": "sm_80", "window_size": (64, 0)}, "gpu_window"),
 }
 
@@ -516,6 +522,7 @@ IN_FP32: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[str, str]]] = {
     # Rules of sdpa refuse a pass; the next backend takes it.
     "wide, lse": ({"q": (4, 2048, 16, 256), "return_lse": True}, ("sdpa", "triton"), ("sdpa", "triton")),
     "wide, mask": ({"q": (4, 2048, 16, 256), "mask": (4, 1, 1, 2048)}, OURS, ("flex", "flex")),
+    "many windows": ({"q": (65536, 49, 4, 32)}, OURS, ("flex", "flex")),
     "wide, groups": ({"q": (4, 2048, 16, 256), "kv_heads": 4}, OURS, ("flex", "flex")),
 }
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from docs.support_matrix import gpu_table
 from flash_dmattn.backends.protocol import all_hold
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import AttentionProblem
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, SequenceSpec
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
+from flash_dmattn.triton_kernels.precision import word_of
 
 ARCHS = [gpu.arch for gpu in GPUS]
 compiles = pytest.mark.skipif(
@@ -209,7 +212,7 @@ def test_tf32_is_taken_where_its_tiles_fit() -> None:
 
 @needs_triton
 def test_products_of_pieces_are_taken_where_tensor_cores_pay() -> None:
-    from compiled_triton import Variant
+    from compiled_triton import SequenceVariant, Variant
 
     def word(arch: str, **fields: Any) -> str:
         return Variant(**{"head_dim": 64, "dtype": torch.float32, **fields}).call(arch).precision
@@ -220,6 +223,42 @@ def test_products_of_pieces_are_taken_where_tensor_cores_pay() -> None:
         assert word(arch, seqlen_q=16) == word(arch, dtype=torch.bfloat16) == "ieee"
     assert word("gfx942") == word("gfx950") == word("sm_90", head_dim=512) == "ieee"
     assert word("sm_90", seqlen_q=16, tf32=True) == word("sm_80", tf32=True) == "tf32"
+    # `explain` has the word from the description: kernels of sequences have no tile of few rows.
+    sequences = SequenceSpec("padded", 4, 1, 2048, 1, 2048)
+    for layout, few in ((None, True), (sequences, False)):
+        problem = explain_problem(
+            q=(4, 1, 16, 64), seqlen_k=2048, sequences=layout, dtype="fp32", device="sm_90"
+        ).problem
+        kind = Variant if few else SequenceVariant
+        call = kind(64, dtype=torch.float32, seqlen_q=1, **({} if few else {"layout": "padded"})).call("sm_90")
+        assert word_of(problem) == call.precision == ("ieee" if few else "fp16x3")
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_forward_mode_makes_no_pieces(arch: str) -> None:
+    from compiled_triton import tangent_jobs
+
+    jobs = tangent_jobs(arch, torch.float32, 64)
+    place = jobs[0].kernel.arg_names.index("PRECISION")
+    assert len(jobs) == 3 and {job.constants[(place,)] for job in jobs} == {"ieee"}
+
+
+@needs_triton
+def test_pieces_are_stored_for_kernels_that_read_them() -> None:
+    from compiled_triton import Variant, lse_of, recorder
+
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+    from flash_dmattn.triton_kernels.launch import backward_plan
+
+    call = Variant(64, dtype=torch.float32, bias=("B", "Hq", "Lq", "1")).call("sm_90")
+    x = Inputs(call.q, call.k, call.v, call.mask, call.bias)
+    saved, dout = Saved(x, torch.empty_like(call.q), lse_of(call.q, call.bias)), torch.empty_like(call.q)
+    for needs_grad, packs in ((NeedsGrad(bias=True), False), (NeedsGrad(v=True, bias=True), True)):
+        jobs, record = recorder("sm_90")
+        with mock.patch.object(Launch, "__call__", record):
+            backward_plan(call, dout, None, needs_grad)(saved, dout, None)
+        assert ("pack_pieces" in [job.name for job in jobs]) == packs
 
 
 @needs_triton

@@ -213,7 +213,8 @@ def product_of_rows(x, y, PRECISION: tl.constexpr):
     """Multiply each row of x with each row of y, x @ y^T; both are from `split`."""
     if PRECISION == "fp16x3":
         s = _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), False)
-        return s * (x[3][:, None] * (y[3] * _UNDO)[None, :])
+        # One size after the other: their product may overflow, or be 0, where the product of the rows is a number.
+        return s * (y[3] * _UNDO)[None, :] * x[3][:, None]
     elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
         return _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6")
     else:

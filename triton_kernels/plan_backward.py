@@ -45,7 +45,6 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces(LEAST_TO_PACK) else ())
-    pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed else None
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
     by_distance = need_bias and call.extent is not None
@@ -73,6 +72,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
     diagonals_of = plan_diagonals(call, dout, bias) if by_distance and not by_query and bias is not None else None
+    reads_rows = any(each is not None for each in (keys_of, queries_of, bias_of, diagonals_of))
+    pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed and reads_rows else None
     has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:

@@ -13,6 +13,7 @@ from flash_dmattn.reference.tangents import Tangents
 from . import launch
 from .kernel_launch import Launch, on_device
 from .plan import Call, read_of, row_strides
+from .precision import whole_precision
 from .tangents import tangents_kernel
 from .tile_table import READ_BY_SCORE, Tile, tangents_tile
 
@@ -68,6 +69,7 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         NEGATIVE=flags.softmax_scale < 0,
         EDGES=call.edges(shape.seqlen_k % tile.block_n),
         STAGES=tile.num_stages,
+        PRECISION=whole_precision(x.q.dtype, call.arch, call.allows_tf32),  # this kernel makes no pieces
         HAS_SINK=call.has_sink,
         HAS_TQ=present[0],
         HAS_TK=present[1],

@@ -62,7 +62,8 @@ def word_of(p: AttentionProblem) -> str:
     allowed = p.flags.allows_tf32
     if p.mask_form == "lists":
         return whole_precision(p.dtype, p.arch, allowed)
-    return precision_of(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), p.seqlen_q <= MOST_FEW_ROWS, allowed)
+    few_rows = p.sequences is None and p.seqlen_q <= MOST_FEW_ROWS  # kernels of sequences have no tile of few rows
+    return precision_of(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), few_rows, allowed)
 
 
 def runs_on_pieces(word: str) -> bool:

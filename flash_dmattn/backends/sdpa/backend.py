@@ -32,6 +32,7 @@ _DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
 _MANY_SCORES, _DBIAS_BYTES = 2**24, 2**28
 _MOST_FLASH_DIM = 256
 _INT32_MAX = 2**31 - 1
+_MOST_BLOCKS = 65535  # of the second and of the third dim of a grid: entries of the batch, and heads
 _HALF = (torch.float16, torch.bfloat16)
 # GPUs whose FlashAttention-2 has no gradients for head dims from 193 to 224.
 _SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
@@ -92,6 +93,11 @@ def _on_cpu(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionPro
 
 def _span(p: AttentionProblem) -> int:
     return 0 if p.mask is None else p.mask.span()
+
+
+def _entries(p: AttentionProblem) -> int:
+    """Count the entries of the batch as a kernel of a GPU does: sequences, and the gaps between them."""
+    return p.batch if p.sequences is None else 2 * p.sequences.number - 1
 
 
 def _work(p: AttentionProblem) -> int:
@@ -256,6 +262,16 @@ RULES: tuple[Rule, ...] = (
         ),
         _TRITON,
         example={"q": (1, 46344, 1, 64), "device": "sm_80", "bias": (1, 1, 46344, 46344)},
+    ),
+    Rule(
+        "gpu_grid",
+        _on_gpu(lambda p: _entries(p) <= _MOST_BLOCKS and p.num_heads <= _MOST_BLOCKS),
+        lambda p: (
+            f"the call has {_entries(p)} {'entries' if p.sequences is None else 'sequences and gaps'}, and "
+            f"{p.num_heads} query heads; the grids of these kernels hold at most {_MOST_BLOCKS} of each"
+        ),
+        _TRITON,
+        example={"q": (65536, 64, 4, 64), "device": "sm_80"},
     ),
     Rule(
         "gpu_head_dim",
