@@ -331,6 +331,18 @@ def test_transforms() -> None:
     assert meta.is_meta and kept is not None and len(split._parts) == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_device_checks_a_promise(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose assertion fails computes nothing more, so that a record of it takes its place."""
+    asserted: list[bool] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: asserted.append(bool(holds)))
+    with mode():
+        for x in (torch.tensor([0.0, -1e9]), torch.tensor([0.5, -1e9])):
+            split_additive(x.cuda(), rest="none")
+    assert asserted == [True, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -123,7 +123,9 @@ def separate(
         key = id(base), *place, below, empty, rest, stream
         parts: _Parts = _parts.get(key, [base], lambda: _split(x, below, empty, rest, may_read=True))
     else:
-        parts = _split(x, below, empty, rest, may_read=is_plain and values_can_be_read(x))
+        # On a GPU the assertion of rest="none" reads values there, so that nobody waits.
+        may_read = is_plain and (values_can_be_read(x) or (x.is_cuda and rest == "none"))
+        parts = _split(x, below, empty, rest, may_read=may_read)
     left = parts.rest
     if left is None and parts.leaves:
         left = x
