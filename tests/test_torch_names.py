@@ -44,6 +44,7 @@ NAMES = {
     "._version": "whether a tensor was changed in place; public of no tensor",
     "._base": "the tensor that a view is of, which outlives it",
     "torch._assert_async": "an assertion of values that does not wait for a GPU",
+    "torch.nn.Module._call_impl.__code__": "the frame of the call of a module, to see whether it has a bias of a user",
     # torch.compile. The public decorators import dynamo, which takes seconds of every process that does not compile.
     "._dynamo_marked_constant": "what torch.compiler.assume_constant_result sets",
     "torch._disable_dynamo": "torch.compiler.disable, once dynamo is there",
