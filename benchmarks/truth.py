@@ -149,6 +149,6 @@ def errors(results: Results, exact: Results) -> dict[str, float]:
 def wrong(
     measured: dict[str, float], limits: dict[str, float], ours: bool, dtype: torch.dtype = torch.bfloat16
 ) -> list[str]:
-    """Return the tensors whose error is above the limit, which for peers is at least that of the dtype."""
+    """Return the tensors whose error is above the limit; a peer may have the error of its dtype."""
     least = 0.0 if ours else PEER_LIMIT_FP32 if dtype == torch.float32 else PEER_LIMIT
     return [name for name, x in measured.items() if not x <= max(limits[name], least)]
