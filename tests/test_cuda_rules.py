@@ -413,7 +413,8 @@ def test_triton_says_where_it_computes_out_once_more() -> None:
     assert (
         notes(window_size=(32, 0), **GRADIENTS) == notes(window_size=(31, 0)) == notes(seqlen_k=32, **GRADIENTS) == [()]
     )
-    assert notes(window_size=(31, 0), dtype="fp32", **GRADIENTS) == [()]
+    ((precision,),) = notes(window_size=(31, 0), dtype="fp32", **GRADIENTS)
+    assert precision.startswith("multiplies in float32 by three products")
 
 
 @pytest.mark.parametrize("is_disabled", (False, True), ids=("triton does not work", "triton is disabled"))
