@@ -98,6 +98,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
     **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256, 512)},
+    # Too few queries for products of pieces.
+    **{
+        f"{d} fp32, few queries": {**FEW_QUERIES, "head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS}
+        for d in (64, 128)
+    },
     **{f"{d} tf32": {"head_dim": d, "dtype": torch.float32, "tf32": True, "bias": SHARED_BIAS} for d in (64, 128, 256)},
     "256 tf32, dropout": {**FEW_PAIRS, "head_dim": 256, "dtype": torch.float32, "tf32": True, "dropout_p": 0.1},
 }
