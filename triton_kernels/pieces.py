@@ -1,8 +1,7 @@
 """Products of fp32 on tensor cores: each number is a sum of pieces of 16 bits, whose products are exact.
 
-x = a + b (+ c), each piece rounded to nearest, so that the differences are exact. Three products of two pieces,
-b*a', a*b' and a*a', leave out the smallest; six of three pieces leave out three. With two pieces of bfloat16 that is
-an error of 1e-5. Three pieces of bfloat16, or two of float16, have the error of fp32.
+x = a + b, each piece rounded to nearest, so that the difference x - a is exact. Three products of two pieces, b*a',
+a*b' and a*a', leave out the smallest. Pieces of bfloat16 have an error of 1e-5, and pieces of float16 that of fp32.
 
 float16 has a small range, so the rows of a tile are divided by powers of two ("sizes") first, which is exact. A size is
 of the row alone, because rows may differ by any factor. Where rows lie along the sum, as keys do in p @ v, the sizes go
@@ -43,7 +42,7 @@ def _size_and_factor(bits):
 
 @triton.jit
 def split(x, PRECISION: tl.constexpr):
-    """Return the pieces of a tile and the sizes of its rows, (a, b, c, sizes); or the tile where it needs no pieces.
+    """Return the pieces of a tile and the sizes of its rows, (a, b, sizes); or the tile where it needs no pieces.
 
     inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. A piece of inf is inf, and
     the next one NaN.
@@ -53,17 +52,12 @@ def split(x, PRECISION: tl.constexpr):
         bits = tl.max((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE, 1)
         sizes, factors = _size_and_factor(tl.maximum(bits - _ONE, 0))
         a, b = _halves(x * factors[:, None])
-        return a, b, b, sizes
-    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        return a, b, sizes
+    elif PRECISION == "bf16x3":
         a = x.to(tl.bfloat16)
-        rest = x - a.to(tl.float32)
-        b = rest.to(tl.bfloat16)
-        if PRECISION == "bf16x6":
-            return a, b, (rest - b.to(tl.float32)).to(tl.bfloat16), a
-        else:
-            return a, b, b, a
+        return a, (x - a.to(tl.float32)).to(tl.bfloat16), a
     else:
-        return x, x, x, x
+        return x, x, x
 
 
 @triton.jit
@@ -94,9 +88,9 @@ def load_pieces(
             if PRECISION == "fp16x3":
                 head = b * (strides.row // strides.head) + h
                 sizes = (x + 2 * piece).to(tl.pointer_type(tl.float32)) + head * num_rows
-                return a, rest, rest, tl.load(sizes + rows, mask=rows < num_rows, other=0.0)
+                return a, rest, tl.load(sizes + rows, mask=rows < num_rows, other=0.0)
             else:
-                return a, rest, rest, a
+                return a, rest, a
         else:
             tile = load_tile(
                 x, strides, b, h, first, rows, num_rows, dims, num_dims,
@@ -141,7 +135,7 @@ def _pack(x, packed, packing, program, BLOCK: tl.constexpr, BLOCK_D: tl.constexp
     inside = (line < lines)[:, None] & (dims < packing.head_dim)[None, :]
     at = b * packing.stride_batch + row * packing.stride_row + h * packing.stride_head
     tile = tl.load(x + at[:, None] + dims[None, :], mask=inside, other=0.0)
-    a, rest, _, sizes = split(tile, PRECISION)
+    a, rest, sizes = split(tile, PRECISION)
     entry = tl.cast(lines, tl.int64) * packing.width
     piece = entry * packing.batch
     at = packed + (b * entry + line.to(tl.int64) * packing.width)[:, None] + dims[None, :]
@@ -195,15 +189,9 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _chain(a, b, c, x, y, z, SIX: tl.constexpr):
-    """Sum the products of pieces, small ones first."""
-    if SIX:
-        s = _dot(c, x, None)
-        s = _dot(a, z, s)
-        s = _dot(b, y, s)
-        s = _dot(b, x, s)
-    else:
-        s = _dot(b, x, None)
+def _chain(a, b, x, y):
+    """Sum the products of pieces a + b and x + y, small ones first."""
+    s = _dot(b, x, None)
     s = _dot(a, y, s)
     return _dot(a, x, s)
 
@@ -212,11 +200,11 @@ def _chain(a, b, c, x, y, z, SIX: tl.constexpr):
 def product_of_rows(x, y, PRECISION: tl.constexpr):
     """Multiply each row of x with each row of y, x @ y^T; both are from `split`."""
     if PRECISION == "fp16x3":
-        s = _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), False)
+        s = _chain(x[0], x[1], tl.trans(y[0]), tl.trans(y[1]))
         # One size after the other: their product may overflow, or be 0, where the product of the rows is a number.
-        return s * (y[3] * _UNDO)[None, :] * x[3][:, None]
-    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
-        return _chain(x[0], x[1], x[2], tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2]), PRECISION == "bf16x6")
+        return s * (y[2] * _UNDO)[None, :] * x[2][:, None]
+    elif PRECISION == "bf16x3":
+        return _chain(x[0], x[1], tl.trans(y[0]), tl.trans(y[1]))
     else:
         return tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
 
@@ -225,12 +213,12 @@ def product_of_rows(x, y, PRECISION: tl.constexpr):
 def add_product(acc, weights, y, PRECISION: tl.constexpr):
     """Return acc + weights @ y: `weights` is in fp32, and y is from `split`."""
     if PRECISION == "fp16x3":
-        weights = weights * y[3][None, :]
+        weights = weights * y[2][None, :]
         sizes, factors = _size_and_factor(tl.max(tl.abs(weights), 1).to(tl.int32, bitcast=True))
         a, b = _halves(weights * factors[:, None])
-        return acc + _chain(a, b, b, y[0], y[1], y[2], False) * (sizes * _UNDO)[:, None]
-    elif PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        return acc + _chain(a, b, y[0], y[1]) * (sizes * _UNDO)[:, None]
+    elif PRECISION == "bf16x3":
         w = split(weights, PRECISION)
-        return acc + _chain(w[0], w[1], w[2], y[0], y[1], y[2], PRECISION == "bf16x6")
+        return acc + _chain(w[0], w[1], y[0], y[1])
     else:
         return tl.dot(weights.to(y[0].dtype), y[0], acc, input_precision=PRECISION)

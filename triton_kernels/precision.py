@@ -5,7 +5,6 @@
 | "ieee" | numbers of fp32, outside the tensor cores; or numbers of 16 bits | that of the dtype |
 | "tf32" | numbers of fp32, rounded to TF32 | 1e-3 |
 | "bf16x3" | two pieces of each number, in bfloat16, by three products | 1e-5 |
-| "bf16x6" | three pieces in bfloat16, by six products | that of fp32 |
 | "fp16x3" | two pieces in float16, by three products, with a power of two for each row | that of fp32 |
 
 `pieces.py` makes the pieces and the products.
@@ -19,7 +18,7 @@ from flash_dmattn.problem import AttentionProblem
 
 # So many queries of a head fit in one tile of the least size, and reading k and v is the bound: decoding.
 MOST_FEW_ROWS = 16
-PIECES = ("bf16x3", "bf16x6", "fp16x3")
+PIECES = ("bf16x3", "fp16x3")
 # GPUs whose tensor cores multiply numbers of 16 bits 13 times or more as fast as their other cores multiply fp32, and
 # the largest head dim whose tiles of pieces fit in their registers. On others, where it is 2 to 4 times, pieces gain
 # little or nothing.

@@ -182,7 +182,6 @@ probe = Probe(_load)
 # How products of fp32 are made, by the word of a call, and what torch's setting is then.
 _PRODUCTS = {
     "fp16x3": "by three products of float16 on tensor cores, with the error of float32 ({setting})",
-    "bf16x6": "by six products of bfloat16 on tensor cores, with the error of float32 ({setting})",
     "bf16x3": "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5 ({setting})",
     "tf32": "in TF32 on tensor cores, with a relative error of about 1e-3 ({setting})",
     "ieee": "on CUDA cores: {why} ({setting})",
