@@ -249,7 +249,7 @@ class Block:
         blocks.now = _in_force((*blocks.now.entered, self))
 
     def __exit__(self, *error: object) -> None:
-        """Remove the innermost entry of this block; other entries stay, also those that were made later."""
+        """Remove the innermost entry of this block; other entries stay, also later ones."""
         entered = blocks.now.entered
         for index in range(len(entered) - 1, -1, -1):
             if entered[index] is self:

@@ -426,8 +426,8 @@ def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:
-    # sdpa needs no compilation, triton has fast kernels for dbias, and flex copies sequences. Of the three, only triton
-    # was timed with packed sequences.
+    # sdpa needs no compilation, triton has fast kernels for dbias, and flex copies sequences. Only triton was timed
+    # with packed sequences.
     if is_plain:
         return ("triton", "sdpa", "flex") if has_sequences else ("sdpa", "flex", "triton")
     return ("triton", "flex", "sdpa") if has_dbias or has_sequences else ("flex", "triton", "sdpa")

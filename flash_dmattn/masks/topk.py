@@ -63,9 +63,9 @@ def rectified(products: Tensor, dim: int, relu: bool, scale: float | None) -> Te
 def topk_mask(
     scores: Tensor, k: int, *, is_causal: bool = False, mask: Tensor | None = None, seqlen_q: int | None = None
 ) -> Tensor:
-    """Let each query see the `k` highest scored keys of those that `mask` and causality allow it.
+    """Let each query see the `k` highest scored keys that `mask` and causality allow.
 
-    Equivalent, row by row, to a stable descending sort of the allowed scores, of which the first k are kept::
+    Equivalent, row by row, to a stable descending sort of the allowed scores that keeps the first k::
 
         allowed = mask & (j <= i + Lk - Lq) & (scores != -inf)
         order = scores.masked_fill(~allowed, -inf).sort(descending=True, stable=True).indices
@@ -87,9 +87,9 @@ def topk_mask(
         is_causal: whether query i is only allowed the keys j <= i + Lk - Lq.
         mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. `scores` and `mask` may have different
             heads, query heads and key-value heads: query head h uses key-value head h // G.
-        seqlen_q: number of queries. By default it is that of `scores` or `mask`, or Lk if they have one row for all
-            queries. Decoding one query with a cache needs `seqlen_q=1`. It is also needed if only one of `scores` and
-            `mask` has more than one row, has 2 or 3 dims, and has another number of rows than of keys.
+        seqlen_q: number of queries. By default the number of rows of `scores` or `mask`, or Lk if they have one row for
+            all queries. Decoding one query with a cache needs `seqlen_q=1`. It is also needed if only one of `scores`
+            and `mask` has more than one row, has 2 or 3 dims, and has another number of rows than of keys.
 
     Returns:
         Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) if neither scores nor mask depend on the query and it is not causal.
@@ -220,7 +220,7 @@ def select(keys: Tensor, k: int) -> Tensor:
 
 
 def list_best(keys: Tensor, last: Tensor, k: int, local: int, places: int) -> tuple[Tensor, Tensor]:
-    """List the columns that `select` chooses, and of the last `local` columns of each row those that are allowed.
+    """List the columns that `select` chooses, and the allowed ones among the last `local` columns of each row.
 
     `last`, (rows,), is the last column that each row may see. Returns the columns, int32 (B, H, rows, places),
     ascending, then -1, and their number, int32 (B, H, rows). `places` needs to be at least the largest number.

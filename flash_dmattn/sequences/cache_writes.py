@@ -147,7 +147,7 @@ class CacheWrite(NamedTuple):
     """One write of new keys and values: all tensors 4-D, sizes and dtypes checked, any strides.
 
     Caches are (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); k and v are (S, L, Hk, ·) or
-    (1, T, Hk, ·). v_cache and v are None for a cache of keys only. `bounds` and `block_table` are those of a
+    (1, T, Hk, ·). v_cache and v are None for a cache of keys only. `bounds` and `block_table` come from a
     `SequenceView`; its queries are the new tokens. Entries of the table may be wrong, and a sequence may have more new
     tokens than keys: a writer must not write outside of the caches then.
     """

@@ -254,7 +254,7 @@ class Sequences:
         return self.spec_of(rows_q, rows_k, page_size)
 
     def spec_of(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
-        """Describe a call by the rows of q, `q.shape[-3]`, and of k; with pages, rows_k is those of a table's row."""
+        """Describe a call by the rows of q, `q.shape[-3]`, and of k (with pages, the keys in one row of the table)."""
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
             self.layout,
@@ -284,7 +284,7 @@ class Sequences:
     def lay_out(
         self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> tuple[SequenceSpec, SequenceView]:
-        """Describe a call as `spec` does, and make the tensors for kernels, or return those of an earlier layer.
+        """Describe a call as `spec` does, and make the tensors for kernels, or return the ones of an earlier layer.
 
         It does not wait for a GPU.
         """

@@ -58,7 +58,7 @@ class Padding:
 
         Raises:
             TypeError: x is no tensor.
-            ValueError: the first two sizes of x differ from those of the mask, or it is on another device.
+            ValueError: the first two sizes of x differ from the sizes of the mask, or it is on another device.
         """
         self._check("x", x)
         if tuple(x.shape[:2]) != self._shape:
@@ -70,7 +70,7 @@ class Padding:
 
         Raises:
             TypeError: tokens is no tensor.
-            ValueError: their number is not that of the mask, or they are on another device.
+            ValueError: the mask has another number of tokens, or is on another device.
         """
         self._check("tokens", tokens)
         number = self.indices.shape[0]

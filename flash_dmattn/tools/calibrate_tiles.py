@@ -1,7 +1,7 @@
 """`python -m flash_dmattn calibrate --tiles`: check and time tiles of the Triton kernels, and put the fastest into the
 profile.
 
-Each class of tiles is compiled and checked in a separate process: processes compile in parallel, and after an illegal
+Each class of tiles is compiled and checked in a separate process. Processes compile in parallel, and after an illegal
 access in a kernel only that process cannot use the GPU any more. Then this process times the tiles that were right.
 """
 
@@ -83,7 +83,7 @@ class TileClass(NamedTuple):
 
 
 def _classes() -> Iterator[TileClass]:
-    """Yield classes, those that most programs need first: if there is little time, the last ones are not measured."""
+    """Yield classes, the most common ones first: if there is little time, the last ones are not measured."""
     for rows in ((64, 128), (256,)):
         for has_bias in (False, True):
             kernels = ("forward", "keys", "queries", *(("product", "bias") if has_bias else ()))
@@ -92,7 +92,7 @@ def _classes() -> Iterator[TileClass]:
 
 CLASSES = {each.name: each for each in _classes()}
 
-# Sizes of a tile -> why it cannot be used, or "" if it was right. The first tile is that of the table.
+# Sizes of a tile -> why it cannot be used, or "" if it was right. The first tile comes from the tile table.
 Verdicts = dict[Sizes, str]
 
 
@@ -178,7 +178,7 @@ def message_of(raised: Exception) -> str:
 
 
 def fastest(times: Times) -> Sizes:
-    """Return the tile to use: the first, that of the table, unless it failed or another one is clearly faster."""
+    """Return the tile to use: the first, from the tile table, unless it failed or another one is clearly faster."""
     known = {sizes: x for sizes, x in times.items() if isinstance(x, float)}
     best, own = min(known, key=lambda sizes: known[sizes]), next(iter(times))
     return own if known.get(own, math.inf) * (1 - LEAST_GAIN) <= known[best] else best

@@ -83,7 +83,7 @@ def attend(
         s_aux: (Hq,), an attention sink, with its gradient.
         sliding_window: the window that the mask should have; refused if it hides keys that the mask does not hide.
         deterministic: True as in `attention`; False, the default of models, follows torch as None does.
-        indices: (B, Lq, k), integers: the keys that each query has chosen of those that a bool `attention_mask` allows.
+        indices: (B, Lq, k), integers: the keys that each query has chosen; a bool `attention_mask` may hide some.
         others: `cu_seq_lens_q` and the other names in `PACKED`; names in `_HARMLESS` are ignored, others refused.
 
     Returns:
@@ -191,8 +191,8 @@ def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
 def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
     """Restrict a mask to chosen keys.
 
-    The result is a dense mask and not a mask of lists: the model has computed scores of all pairs anyway, and without
-    grouped heads, as in its layers, tiles are faster than lists.
+    The result is a dense mask and not a mask of lists, because the model has computed scores of all pairs anyway. Its
+    heads are not grouped, and without groups tiles are faster than lists.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         refuse_unknown(module, {"indices": indices})

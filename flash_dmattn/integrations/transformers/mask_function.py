@@ -43,8 +43,8 @@ class MaskArguments(NamedTuple):
 class LayerMask(BlockMask):
     """Padding, documents, causality, a window and the used part of a static cache, for all layers of one forward.
 
-    It inherits from BlockMask only to get through generate(), which makes a mask for a static cache and passes it to
-    the model again: transformers accepts 4-D tensors and BlockMasks there, and treats anything else as 2-D padding.
+    It inherits from BlockMask only for generate(), which makes a mask for a static cache and passes it to the model
+    again. There transformers accepts 4-D tensors and BlockMasks, and treats anything else as 2-D padding.
 
     Args:
         shape: (B, 1, Lq, Lk), the shape of the tensor that it replaces.
@@ -251,7 +251,7 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "packed_sequence_mask_function":
         return Rule(documents=held["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":
-        # Within a document, differences of positions equal those of indices; another function hides other documents.
+        # Within a document, positions differ by as much as indices; another function hides other documents.
         return read_rule(held["mask_function"])
     if maker == "blockwise_overlay":
         return None  # only the union with causality is supported

@@ -29,7 +29,7 @@ BITS = 8
 _DEAD = 1 << 2 * BITS
 MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # with more heads codes need 64 bits
 
-# For `order_saves`, measured on an H200 (132 SMs) in bf16 at head dim 128: the time of an SM for a tile of 128 x 128 in
+# For `order_saves`, measured on an H200 (132 SMs) in bf16 at head dim 128. The time of an SM for a tile of 128 x 128 in
 # each pass, and the time that an order of keys adds to a call.
 _SMS = 132
 _FORWARD_US, _BACKWARD_US = 2.0, 5.5

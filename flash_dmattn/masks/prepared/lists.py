@@ -132,8 +132,8 @@ def tiles_of_lists(
 ) -> tuple[Tensor, ...]:
     """Return lists of whole tiles as the tensors of an `IntervalMask`, with only the listed tiles in its tile lists.
 
-    Its bounds and intervals are those of the band, without the lists. Kernels that walk tile lists compute the right
-    result, because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
+    Bounds and intervals describe only the band, not the lists. Kernels that walk tile lists compute the right result,
+    because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
 
     Args:
         keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.

@@ -94,7 +94,7 @@ class PreparedMask(ABC):
     is_causal: bool = field(default=False, kw_only=True)
     window_size: tuple[int, int] = field(default=(-1, -1), kw_only=True)
     one_row: bool = field(default=False, kw_only=True, repr=False)
-    # Not part of `_call_key`, which would keep their tensors alive; validation compares them with those of the call.
+    # Not part of `_call_key`, which would keep their tensors alive; validation compares them with the call's sequences.
     sequences: Sequences | None = field(default=None, kw_only=True, repr=False, compare=False)
     view: MaskView = field(init=False)
 

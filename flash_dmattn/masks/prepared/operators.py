@@ -53,8 +53,8 @@ class Packer(NamedTuple):
     """The functions that prepare a mask, by default in plain PyTorch. All packers return the same bits.
 
     `pack_tiles` makes the tensors of a `TileMask` from a bool mask of any strides, `interval_tiles` the bounds and
-    lists of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` from a mask with one row; if it
-    also gets k, v, and a bias with one value per key or None, it may make `MaskView.fresh`. The other functions are
+    lists of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` from a mask with one row. It may
+    also make `MaskView.fresh`, if it gets k, v, and a bias with one value per key or None. The other functions are
     described under their names in `packing`, `intervals` and `topk`.
     """
 

@@ -1,7 +1,7 @@
 """Packs masks in plain PyTorch, on any device: bits, tile classes, tile lists and key sets.
 
-`triton_kernels/mask_pack.py` has `pack_mask`, `list_tiles` and `key_set` with the same signatures and results, bit for
-bit, and `triton_kernels/sequence_pack.py` has `pack_sequences`; tests compare them.
+`triton_kernels/mask_pack.py` has `pack_mask`, `list_tiles` and `key_set`, `triton_kernels/sequence_pack.py` has
+`pack_sequences`. Signatures are the same, and tests check that results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class TiledSide(NamedTuple):
     """The queries, or the keys, of all sequences, as rows that are numbered through; padded slots follow one another.
 
     `first`, int64 (S,), is the first row of each sequence, ascending; `lengths`, int64 (S,), its number of rows. `rows`
-    is the number of all rows, those of no sequence included.
+    is the number of all rows, including rows of no sequence.
     """
 
     first: Tensor
@@ -195,7 +195,7 @@ class TiledSide(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """The number of tile numbers, those without a tile included."""
+        """The number of tile numbers, including numbers without a tile."""
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -260,7 +260,7 @@ class ListMask(BatchMask):
         """Return the scores of the keys or blocks in the lists; it can be differentiated twice.
 
         Args:
-            scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or that of the lists; H divides
+            scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or the lists' batch size; H divides
                 their heads, or is a multiple of them.
 
         Returns:
