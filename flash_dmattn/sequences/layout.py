@@ -91,8 +91,8 @@ class Sequences:
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: shapes or devices differ, or a bound is negative; on a CPU also if a length is negative or
-                above its bound.
+            ValueError: shapes or devices differ, or a bound is negative; on a CPU also if `cu_seqlens` do not ascend
+                from 0, or a length is negative or above its bound.
 
         >>> import torch, flash_dmattn
         >>> two = flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]))

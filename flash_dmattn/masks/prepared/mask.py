@@ -149,8 +149,8 @@ class PreparedMask(ABC):
                 copies k and v. Use it if kept keys are scattered, not for padding. By default from 4096 queries on,
                 where the copy is cheap compared with the call.
             as_tiles: store a mask with one row for 16 queries or more as tiles. It is faster for calls with a bias of
-                one value per query and key: kernels then load bits, which they would else compute from intervals in
-                each pass.
+                one value per query and key: kernels then load bits, which they would otherwise compute from intervals
+                in each pass.
             find_intervals: store a mask that depends on the query as intervals if it has them: if, within the band,
                 the queries of each key are consecutive, as in causal top-k by one score per key, windows, documents or
                 prefixes. `reorder` applies then: by default keys are ordered if the tiles that this saves outweigh its
