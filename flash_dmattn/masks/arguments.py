@@ -97,7 +97,7 @@ def lengths_within(name: str, lengths: Tensor, maximum: int | None = None) -> No
 
 
 def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
-    """Repeat key-value heads so that all head dims are 1 or the largest: query head h gets key-value head h // G."""
+    """Bring all head dims to 1 or the largest, Hq: query head h gets key-value head h // G."""
     num_heads = max(t.size(1) for t in tensors)
     aligned = []
     for tensor, name in zip(tensors, names, strict=True):

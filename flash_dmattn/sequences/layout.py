@@ -81,9 +81,9 @@ class Sequences:
         """Describe sequences packed one after another: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
 
         Args:
-            cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
-                cu_seqlens_q[s + 1].
-            cu_seqlens_k: the same for the keys; by default cu_seqlens_q.
+            cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from `cu_seqlens_q[s]` up to
+                `cu_seqlens_q[s + 1]`.
+            cu_seqlens_k: the same for the keys; by default `cu_seqlens_q`.
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they do not change a bit
                 of the result. A mask or a bias by position needs them, because they are its sizes. Without
                 cu_seqlens_k, max_seqlen_k is max_seqlen_q by default.

@@ -388,7 +388,7 @@ def make_mask(
 
 
 def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
-    """Return whether tokens of each block are consecutive and block numbers ascend; waits for the device."""
+    """Return whether tokens of each block are consecutive, and blocks ascend; waits for the device."""
     if torch.compiler.is_compiling() or tuple(blocks.shape) != shape:
         return False
     # A token that begins a block needs a larger number than all blocks before it.

@@ -195,7 +195,7 @@ class TiledSide(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """The number of tile numbers, including numbers without a tile."""
+        """The number of tiles as they are numbered, gaps included."""
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:
