@@ -995,7 +995,7 @@ def _lengths_of_lists(
 
 
 def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
-    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or above the last block of its list."""
+    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or past the last block of its list."""
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
