@@ -626,7 +626,7 @@ class PreparedMask(ABC):
                 raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
-                # Rows without keys may list any key.
+                # Rows without keys may list any.
                 _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
             seen = keys_seen(bounds, spec, window)
             low, high = (torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in (seen.low, seen.high))
