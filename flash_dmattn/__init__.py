@@ -18,16 +18,16 @@ if (_Path(__file__).parent / "flash_dmattn_interface.py").is_file():
 
 from .dispatch.config import process as _process
 
-# `python -m flash_dmattn info` must start, because it shows the error. sys.argv[0] is "-m" while Python looks for the
-# module to run.
+# `python -m flash_dmattn info` must start, because it shows the error. While Python looks for the module to run,
+# sys.argv[0] is "-m".
 _is_command = _sys.argv[:1] == ["-m"] and any(_word.endswith("flash_dmattn") for _word in _sys.orig_argv)
 if _process.environment_error is not None and not _is_command:
     raise ValueError(_process.environment_error)
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
-    # In a source checkout these folders are outside of the package, and are imported as part of it. No other folder of
-    # the checkout may be imported that way, so `__path__` is not changed.
+    # In a source checkout these folders are outside of the package, but are imported as a part of it. Changing
+    # `__path__` would allow the same for every other folder of the checkout.
     for _name in ("reference", "triton_kernels", "examples"):
         _spec = _ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
         _spec.submodule_search_locations = [str(_root / _name)]
@@ -36,7 +36,7 @@ if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
 try:
     import torch as _torch  # noqa: F401
 except Exception as _error:
-    # `python -m flash_dmattn info` must start, because it reports what is broken. Everything else raises at first use.
+    # `python -m flash_dmattn info` must start, because it reports the error. Everything else raises at first use.
     _torch_error = _error
 
     def __getattr__(name: str) -> object:

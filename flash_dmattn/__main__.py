@@ -14,14 +14,14 @@ from .tools import PROGRAM, info, require_torch, run_piped
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on stderr, without the usage text."""
+    """An argument parser that prints errors as one line on stderr, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is unknown here, where it is known which command was asked, and name what that takes."""
+        """Refuse unknown arguments in the parser of the subcommand, which knows the arguments to list."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}; {' '.join(self.format_usage().split())}")
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_parser(commands)
     _add_explain(commands)
     _add_calibrate(commands)
-    # Only to list the command; the demo parses its own arguments.
+    # Only to list the command: the demo has another parser.
     commands.add_parser(
         "demo", help="train with a learned pair bias and learned top-k keys; check gradients", add_help=False
     )
@@ -129,7 +129,7 @@ def _integers(text: str, what: str, lowest: int) -> list[int]:
 
 
 def _join_window(words: list[str]) -> list[str]:
-    """Join "--window -1,0" to "--window=-1,0": argparse takes a word that begins with a dash for an option."""
+    """Join "--window -1,0" to "--window=-1,0", because argparse takes "-1,0" for an option."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1] == "--window":
@@ -140,7 +140,7 @@ def _join_window(words: list[str]) -> list[str]:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    """Print the explanation; 0 whatever the result, 2 where no such call can exist."""
+    """Print the explanation; return 0 whatever it says, and exit with 2 if such a call is invalid."""
     require_torch("explain")
     import torch
 

@@ -1,7 +1,7 @@
-"""Biases in the place of a matrix: one value for each head and distance of a key, or for each entry of lists.
+"""Biases that replace a matrix: one value for each head and distance, or for each entry of a mask of lists.
 
-Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. No tensor of queries times keys exists then, in either pass, and
-the gradient of the values is a sum in fp32, rounded once.
+Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. The (Lq, Lk) matrix is then never allocated, in either pass, and
+the gradient of the values is summed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLOAT = "a floating-point torch.Tensor"  # for messages
 
 
 def _refuse_sum() -> NoReturn:
-    """Refuse the sum of a bias by distance and a tensor; Python's own error does not tell what to do."""
+    """Refuse the sum of a bias by distance and a tensor; Python's error would not say what to do instead."""
     raise TypeError("a bias by distance is no tensor; to add to it, make one: bias.dense(seqlen_q, seqlen_k)")
 
 
@@ -46,14 +46,14 @@ class Relative(NamedTuple):
     Attributes:
         values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;
             batch dims are 1 or full. -inf masks. The gradient has its shape and dtype.
-        zero: the index of distance 0; any integer, also one outside of the values.
-        outside: what distances get that have no value. "error" refuses a call that has such distances, except where
+        zero: the index of distance 0 in `values`; any integer, also one outside of the values.
+        outside: the rule for distances without a value. "error" refuses a call that has such distances, except where
             causality or a window hides them; "clamp" gives them the first or the last value; "zero" gives them 0.
 
     Example:
         >>> from flash_dmattn import attention, biases
         >>> q = k = v = torch.randn(2, 10, 4, 8)
-        >>> values = torch.zeros(4, 2 * 3 + 1, requires_grad=True)  # of distances from -3 to 3, and of those beyond
+        >>> values = torch.zeros(4, 2 * 3 + 1, requires_grad=True)  # distances -3 to 3; the ends are for all others
         >>> out = attention(q, k, v, bias=biases.Relative(values, zero=3, outside="clamp"))
         >>> out.sum().backward()
         >>> values.grad.shape
@@ -94,7 +94,7 @@ class Band(NamedTuple):
         zero: the index of distance 0.
 
     Example:
-        >>> Band(torch.tensor([[[1, 2], [3, 4], [5, 6]]]), zero=1).dense(3, 3)  # its own key, and the one before
+        >>> Band(torch.tensor([[[1, 2], [3, 4], [5, 6]]]), zero=1).dense(3, 3)  # values of distances -1 and 0
         tensor([[[2, 0, 0],
                  [3, 4, 0],
                  [0, 5, 6]]])
@@ -123,18 +123,17 @@ class ListBias(NamedTuple):
 
     Equivalent PyTorch, for single keys, and lists that have each key once::
 
-        bias = torch.zeros(B, H, Lq, Lk).scatter(-1, index, values)  # the mask allows only what index has
+        bias = torch.zeros(B, H, Lq, Lk).scatter(-1, index, values)  # the mask allows only the keys in index
 
-    With blocks of keys every key of a block gets the value of its entry. Where a list names a key twice, the
-    first entry counts, and its value. The gradient of `values` has their shape and dtype; it is 0 for entries that
-    count for no query.
+    With blocks of keys every key of a block gets the value of its entry. If a list names a key twice, the value of the
+    first entry counts. The gradient of `values` has their shape and dtype; it is 0 for entries that no query uses.
 
     Attributes:
         values: (*batch, H, Lq, K), or (*batch, H, R, K) with one row for each of the R lists of a head; any float
             dtype, any strides. Entries are in the order of the index that made the lists. H is 1, the heads of k or the
             heads of q; batch dims are 1 or full.
-        bias: an ordinary bias, a tensor, which is added to the values in fp32. With blocks of keys it needs to have one
-            value per query; with sequences it needs to be None.
+        bias: a tensor, the bias of an ordinary call, which is added to the values in fp32. With blocks of keys it needs
+            to have one value per query; with sequences it needs to be None.
 
     Example:
         >>> import torch
@@ -155,11 +154,11 @@ class ListBias(NamedTuple):
         """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk), 0 elsewhere; with a gradient.
 
         Args:
-            mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
+            mask: from `PreparedMask.from_lists` or `from_topk_lists`.
 
         Raises:
             TypeError: the mask has no lists, or values or the bias are no tensors.
-            ValueError: the values do not fit the lists, or the bias does not broadcast to the result.
+            ValueError: the values have another shape than the lists, or the bias does not broadcast to the result.
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
@@ -192,11 +191,12 @@ class ListBias(NamedTuple):
         return _sum(made, bias)
 
     def with_bias(self, mask: Any) -> Tensor:
-        """Return the values, with what the ordinary bias adds at each entry.
+        """Return the values plus the value of the ordinary bias for the key of each entry.
 
         Raises:
             TypeError: the mask has no lists, or values or the bias are no tensors.
-            ValueError: the bias tells keys of a block apart, has too many dims, or is passed with sequences.
+            ValueError: the bias has a value per key and lists have blocks of keys, or its shape is another one, or the
+                lists are of sequences.
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
@@ -286,15 +286,15 @@ Bias = Tensor | Relative | Band | ListBias
 
 
 class ByDistance(NamedTuple):
-    """The numbers of a bias by distance, which come with its tensor."""
+    """The settings of a bias by distance; its values are an argument of their own."""
 
     zero: int
     outside: Outside
-    has_rows: bool  # whether each query has values of its own, as in a `Band`
+    has_rows: bool  # whether there is one row of values per query, as in a `Band`
 
 
 def split(bias: Any) -> tuple[Any, ByDistance | None]:
-    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return a tensor as is."""
+    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its settings; return a tensor as is."""
     if not isinstance(bias, (Relative, Band)):
         return bias, None
     is_band = isinstance(bias, Band)
@@ -317,13 +317,13 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
 
 
 def _broadcast(*sizes: int, divides: bool = False) -> bool:
-    """Return whether sizes are 1 or the same; with `divides` also if they divide the largest, as heads of k do."""
+    """Return whether sizes are 1 or equal; with `divides` also if they divide the largest, as heads of k do."""
     most = max(sizes)
     return all(x in (1, most) or (divides and x > 0 and most % x == 0) for x in sizes)
 
 
 def require_dense_bias(bias: object, where: str) -> None:
-    """Refuse a bias by distance, or for lists, in calls that do not serve it, and name the tensor to pass."""
+    """Refuse a bias by distance or for lists where a call supports only tensors, and name the tensor to pass."""
     if isinstance(bias, (Relative, Band, ListBias)):
         raise TypeError(
             f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
@@ -358,12 +358,12 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
     """Make T5's bias from its table; it has the same size for all lengths.
 
     Args:
-        weight: (buckets, H), of any float dtype: `relative_attention_bias.weight` of T5's checkpoints.
-        is_bidirectional: whether keys after the query have buckets of their own, as in an encoder.
-        max_distance: distances from here on share the last bucket.
+        weight: (buckets, H), any float dtype. T5's checkpoints call it `relative_attention_bias.weight`.
+        is_bidirectional: whether keys after the query have separate buckets, as in an encoder.
+        max_distance: all distances from here on are in the last bucket.
 
     Returns:
-        values of (H, 2 * max_distance + 1), or (H, max_distance + 1) where later keys are not seen.
+        A `Relative` with values (H, 2 * max_distance + 1), or (H, max_distance + 1) unless `is_bidirectional`.
 
     Raises:
         TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
@@ -404,7 +404,7 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int, is_bidirec
     else:
         distance = (-distance).clamp(min=0)
     exact = num_buckets // 2
-    # Up to `exact` a bucket is one distance, then their widths grow by a factor. In fp32, as in T5.
+    # The first `exact` buckets have one distance each; the widths of the others grow by a factor. In fp32, as in T5.
     scale = (num_buckets - exact) / math.log(max_distance / exact)
     far = exact + ((distance.float().clamp(min=1) / exact).log() * scale).long()
     return after + torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
@@ -413,7 +413,7 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int, is_bidirec
 def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relative:
     """Make ALiBi's bias, -slope * |distance|, with a gradient of the slopes.
 
-    Where causality hides later keys, one number for each key does the same and costs less: see docs/biases.md.
+    In causal attention a bias with one value per key gives the same result and costs less: see docs/biases.md.
 
     Args:
         slopes: (H,), for example of `nn.alibi_slopes`.
@@ -447,12 +447,12 @@ def from_function(
     device: torch.device | str | None = None,
     outside: Outside = "error",
 ) -> Relative:
-    """Make a bias of the values that a function returns for each distance, with the function's gradients.
+    """Make a bias from a function of the distance; gradients go through the function.
 
     Args:
-        function: gets the distances in fp32, (n,), ascending; returns the values, (H, n) or (n,).
-        low, high: the least and the greatest distance; at least `1 - seqlen_k` to `seqlen_q - 1` of a call, unless
-            `outside` is another one.
+        function: gets the distances in fp32, (n,), ascending. It returns the values, (H, n) or (n,).
+        low, high: the least and the greatest distance. With `outside="error"` a call needs all from `1 - seqlen_k`
+            to `seqlen_q - 1`.
         device: of the distances.
         outside: see `Relative`.
 
@@ -461,7 +461,7 @@ def from_function(
         ValueError: `low` is above `high`, or `function` returns another number of values.
 
     Example:
-        >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, of one head
+        >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, one head
         tensor([[-0.6931, -0.0000, -0.6931, -1.0986]])
     """
     for name, x in (("low", low), ("high", high)):

@@ -1,4 +1,4 @@
-"""Turns functions into operators of torch, one node of a graph for each call, and detects which calls need them."""
+"""Registers functions as operators of torch, one graph node for each call, and detects which calls need them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 
 def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
-    """Return a wrapper for functions that read the arguments of a schema by name, as attributes of one object."""
+    """Return a decorator: the function gets one object with the arguments of the schema as attributes."""
     arguments = torch._C.parse_schema(f"operator{schema}").arguments
     read: Any = namedtuple("Arguments", [each.name for each in arguments])  # type: ignore[misc]
 
     def wrap(function: Callable[[Any], T]) -> Callable[..., T]:
-        # The counter of FLOP passes the results of an operator, too, as `out_val`.
+        # torch's FLOP counter also passes the results of the operator, as `out_val`.
         return lambda *arguments, out_val=None: function(read(*arguments))
 
     return wrap
@@ -43,9 +43,9 @@ def by_name(schema: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
 def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the operator if the call is watched, and otherwise its implementation directly.
 
-    Use it only for operators without gradients, and only if all tensors that they get are of the same kind as the first
-    (subclass, transform, compiler), because only the first is looked at. Under a profiler it calls the operator, so
-    that the operator is shown; on meta tensors it does so to run the fake.
+    Use it only for operators without gradients. Only the first tensor is checked, so all tensors need to be of the same
+    kind (subclass, transform, compiler). Under a profiler it calls the operator, so that the operator is shown; on meta
+    tensors it does so to run the fake.
     """
 
     def run(tensor: Tensor, *others: object) -> Any:
@@ -61,7 +61,7 @@ def is_transformed() -> bool:
 
 
 def is_of_transform(*tensors: Tensor) -> bool:
-    """Return whether a tensor belongs to a transform of `torch.func`, with which it ends: no cache may outlive it."""
+    """Return whether a tensor belongs to a transform of `torch.func`; it ends with the transform, so cache nothing."""
     for x in tensors:  # a loop, as in `is_watched`
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return True
@@ -69,13 +69,13 @@ def is_of_transform(*tensors: Tensor) -> bool:
 
 
 def outside_of_transforms() -> AbstractContextManager[None]:
-    """Compute below all transforms that run, with tensors of none: results belong to none, and may be cached."""
+    """Suspend all transforms that run: tensors made inside belong to no transform, and may be cached."""
     context: AbstractContextManager[None] = torch._C._DisableFuncTorch() if is_transformed() else nullcontext()
     return context
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return the tensor inside of one that transforms of `torch.func` have made."""
+    """Return the plain tensor inside of the wrappers that transforms of `torch.func` put around it."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
@@ -83,7 +83,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def listed(x: Tensor) -> list[Any]:
-    """Return the values of a tensor as lists, also inside of a transform, where torch before 2.11 lists no values."""
+    """Return `x.tolist()`, also inside of a transform, where torch before 2.11 refuses it."""
     with outside_of_transforms():
         values: list[Any] = unwrapped(x).tolist()
     return values
@@ -138,7 +138,7 @@ def distinct(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
-_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the calls of `one_by_one` that run at the moment
+_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the functions of `one_by_one` that run now, by id
 
 
 def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
@@ -152,8 +152,8 @@ LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # autograd r
 def is_batched(*gradients: Tensor | None) -> bool:
     """Return whether tensors hold a batch of gradients, as `autograd.grad(is_grads_batched=True)` makes them.
 
-    These tensors are older than `torch.func` and no subclass. Many operators have no rule for them, and kernels cannot
-    read them, because they have no data pointer.
+    These tensors are older than `torch.func`, and are no subclass. Kernels cannot use them, because they have no data
+    pointer; most operators have no rule for them.
     """
     if torch.compiler.is_compiling():
         return False
@@ -168,9 +168,9 @@ def one_by_one(
 ) -> tuple[Tensor | None, ...]:
     """Call a function for each dout and dlse of a batch of gradients, and batch its five results.
 
-    torch has no rule for such a batch but this one: it loops over the batch for an operator that takes and returns
-    single tensors, on any device and thread. So the function runs inside an operator. An operator cannot take a
-    function, so it takes a number, under which the function is in `_calls`.
+    torch supports such a batch in one way only: for an operator that takes and returns single tensors, it loops over
+    the batch, on any device and thread. So the function runs inside an operator. An operator cannot take a function,
+    so it takes the key of the function in `_calls`.
     """
     latest: list[tuple[Tensor | None, ...]] = []
 
@@ -199,13 +199,13 @@ def each_call(size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> It
 
 
 def stacked(each: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Stack the results of mapped calls: the results, and the dim of each that is mapped, as a rule of vmap returns."""
+    """Stack the results of mapped calls; return them and their mapped dims, as a rule of vmap does."""
     results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
     return results, tuple(None if x is None else 0 for x in results)
 
 
 def map_each(name: str, operator: Callable[..., Any]) -> None:
-    """Let `torch.vmap` map an operator call by call; it returns a tuple or a list of tensors."""
+    """Register a rule by which `torch.vmap` loops over calls of an operator that returns a tuple or list of tensors."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         made = [operator(*each) for each in each_call(info.batch_size, in_dims, arguments)]
@@ -220,8 +220,8 @@ def is_watched(*tensors: object) -> bool:
     """Return whether a call has to go through its operator.
 
     A compiler, a dispatch mode, a functorch transform or a tensor subclass needs to see the operator. Otherwise its
-    implementation is called directly, which saves the time of the dispatcher. An argument that is neither None nor a
-    tensor counts as a subclass.
+    implementation is called directly, which saves the dispatcher's time. An argument that is neither None nor a tensor
+    counts as a subclass.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
@@ -234,18 +234,18 @@ def is_watched(*tensors: object) -> bool:
 
 
 def is_dtensor(x: object) -> bool:
-    """Return whether an argument is a DTensor, without importing DTensors: a caller that has one has done so."""
+    """Return whether an argument is a DTensor, without the import of DTensor: who has one has imported it."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def dtensor_module() -> Any:
-    """Return `distributed.dtensor`, a layer above `attention`, to which calls with DTensors go."""
+    """Return the module `distributed.dtensor`, which runs calls with DTensors and is a layer above `attention`."""
     return _load()
 
 
 def load_with(load: Callable[[], Any]) -> None:
-    """Set how that module is loaded; `flash_dmattn/__init__.py` calls this, because it may import every layer."""
+    """Set the function that imports `dtensor_module`; called by `flash_dmattn/__init__.py`, which may import all."""
     global _load
     _load = load
 

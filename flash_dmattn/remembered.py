@@ -1,4 +1,4 @@
-"""Bounded caches: of values by key, and of what was made of tensors."""
+"""Bounded caches: of values by key, and of values computed from tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Remembered(Generic[T]):
 
     A hit only sets a mark on the entry. To make room, the oldest entry is evicted if it has no mark; if it has one, it
     loses the mark and becomes the newest. So keys in use outlast any number of keys that are used once. A true LRU
-    would hash the key again at each hit, and keys here have about sixty numbers.
+    would hash the key again at each hit, which is slow: keys have about sixty fields here.
 
-    It is thread-safe. A thread that looks up a key while another one evicts may miss an entry, and makes its value
-    again.
+    It is thread-safe. A thread that looks up a key while another thread evicts may miss an entry, and computes its
+    value again.
 
     Args:
         most: the most values, at least 1.
@@ -74,10 +74,11 @@ class Remembered(Generic[T]):
 
 
 class Kept:
-    """Values that were made of tensors: each is kept while its tensors live, and made again after they have changed.
+    """Cache of values computed from tensors: each is kept while its tensors live, and computed again if they change.
 
-    None is kept where torch does not count changes, nor of a transform of `torch.func`, with which its tensors end. The
-    oldest values make room where more than `most` are kept: slices of one tensor may be any number.
+    A value is not kept if torch does not count the changes of a tensor, or under a transform of `torch.func`, because
+    tensors end with the transform. The oldest values are evicted if there are more than `most`: a loop over slices of
+    one tensor would fill memory.
     """
 
     def __init__(self, most: int = 64) -> None:
@@ -88,7 +89,7 @@ class Kept:
         return len(self._entries)
 
     def get(self, key: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """Return what `make` has made of these tensors; `key` has their ids."""
+        """Return the result of `make`, which computes it from these tensors; `key` contains their ids."""
         if is_transformed() or not all(map(counts_changes, tensors)):
             return make()
         version = [x._version for x in tensors]
@@ -96,7 +97,7 @@ class Kept:
         if entry is None or entry[0] != version:
             refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
             value = make()
-            # No lock: a tensor may end, and take its entry out, in the middle of any line here.
+            # No lock: a tensor may be freed, and remove its entry, in the middle of any line here.
             for oldest in list(self._entries)[: max(0, len(self._entries) + 1 - self.most)]:
                 self._entries.pop(oldest, None)
             entry = self._entries[key] = version, value, refs

@@ -1,4 +1,4 @@
-"""The only validation of the input of a call, and its description as an `AttentionProblem`."""
+"""Validates the input of a call, which no other module does, and describes it as an `AttentionProblem`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     Mask = Tensor | PreparedMask | None
 
 
-# Once: torch.is_autocast_enabled raises for a device type that has no autocast.
+# torch.is_autocast_enabled raises for device types without autocast, so they are filtered here, once.
 AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
-    # On the path of every call: torch spells the device's name anew each time.
+    """Cast q, k and v to the dtype of autocast if it is on; fp64 is not cast, as in torch, and bias never is."""
+    # `x.device.type` makes a new string at each call, which is slow on the path of every call.
     kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -67,13 +67,13 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
     def cast(x: Tensor) -> Tensor:
         follows = isinstance(x, Tensor) and x.dtype != dtype and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if follows else x  # validation names an argument that cannot follow
+        return x.to(dtype) if follows else x  # validation refuses an argument that is no tensor
 
     return cast(q), cast(k), cast(v)
 
 
 def refuse_dtensors(*tensors: object) -> None:
-    """Refuse q, k, v, mask, bias and sink where one is a DTensor, of calls whose q is none."""
+    """Refuse a DTensor among k, v, mask, bias and sink; only called if q is no DTensor."""
     for name, x in zip(("q", "k", "v", "mask", "bias", "sink"), tensors, strict=True):
         if is_dtensor(x):
             raise TypeError(
@@ -88,7 +88,7 @@ def refuse_dtensors(*tensors: object) -> None:
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a call that its mask and its bias have to fit."""
+    """The sizes of a call, with which its mask and its bias have to agree."""
 
     batch: int
     num_heads: int
@@ -100,12 +100,12 @@ class _Sizes(NamedTuple):
     sequences: SequenceSpec | None
 
     def check_broadcast(self, name: str, shape: Sequence[int]) -> None:
-        if not self.is_folded:  # folding has checked the shape that the caller passed
+        if not self.is_folded:  # otherwise folding has checked the caller's shape
             check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
 
 
 class PreparedCall(NamedTuple):
-    """The arguments of a call in one form, as `call.prepare_call` brings them into it.
+    """The arguments of a call in one form, which `call.prepare_call` makes.
 
     Attributes:
         q, k, v: in the dtype of autocast, in the layout `arrival`.
@@ -115,7 +115,7 @@ class PreparedCall(NamedTuple):
         spec, sequences: the layout of the sequences, and the tensors that locate them.
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
-        by_distance: the numbers of a bias by distance, whose values are `bias`.
+        by_distance: the settings of a bias by distance; `bias` then has its values.
         is_list_bias: whether `bias` has the values of a `ListBias`.
     """
 
@@ -138,7 +138,7 @@ class PreparedCall(NamedTuple):
 
 
 def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]:
-    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is."""
+    """Validate one call; return its description, and mask and bias as 4-D views (a prepared mask unchanged)."""
     q, k, v, mask, bias, sink, raw_flags, arrival, repeats, _, sequences, *_ = call
     by_distance, is_list_bias = call.by_distance, call.is_list_bias
     if arrival != "rows":
@@ -222,7 +222,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
 
 
 def follows_warn_only(call: PreparedCall, problem: AttentionProblem) -> bool:
-    """Return whether a fixed order of sums is requested only by torch's warn-only mode, which compilers cannot see."""
+    """Return whether only torch's warn-only mode requests a fixed order of sums; compilers cannot see that mode."""
     if call.raw_flags.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
         return False
     return torch.is_deterministic_algorithms_warn_only_enabled()
@@ -254,7 +254,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
-    # Sizes of keys come from v; below k is compared with v.
+    # The sizes of keys are taken from v; below, k is compared with v.
     sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
     batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
@@ -327,7 +327,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
 
 
 def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
-    """Validate the values of a bias by distance, or for a mask of lists; return a 4-D view, and their packed dim."""
+    """Validate the values of a bias by distance or of a `ListBias`; return a 4-D view, and their packed dim."""
     _check_float("bias.values", x)
     check_device("bias.values", x.device, sizes.device)
     if x.dim() > 4:
@@ -351,12 +351,12 @@ def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _
     return x, packing
 
 
-# The description of a mask that is no tensor, and the band of its call.
+# The description of a prepared mask, and the band of its call: is_causal and window_size.
 _Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 
 
 def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes) -> _Prepared:
-    # Not at the top: only a program that has made a prepared mask pays for the import.
+    # Not at the top, so that only programs with prepared masks spend time on the import.
     from .masks.prepared.storage import BatchMask
 
     if getattr(mask, "sequences", None) is not None:
@@ -382,7 +382,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
 def _describe_beside_sequences(
     mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
 ) -> _Prepared:
-    """Validate a mask that is no tensor, of a call with sequences."""
+    """Validate a prepared mask of a call with sequences."""
     from .masks.prepared.storage import ListMask, SequenceTileMask, TreeMask
 
     spec = sizes.sequences
@@ -429,7 +429,7 @@ def _describe_beside_sequences(
 
 
 def _own_band(mask: BatchMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
-    """Take the band of the mask, which a limit of the call may equal but not change."""
+    """Return the band of the mask; limits of the call may be equal to it, but not change it."""
     is_causal, window = check_flag("is_causal", is_causal), check_window(window_size)
     right = 0 if mask.is_causal else mask.window_size[1]
     fits = right == 0 if is_causal else window[1] in (-1, right)

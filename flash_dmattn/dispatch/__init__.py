@@ -1,4 +1,4 @@
-"""Which backend runs a call: settings, the registry, the choice and its plan; who packs masks and writes to caches.
+"""The choice of the backend of a call: settings, the registry, selection and plan; the choice of packers and writers.
 
-This file imports nothing: `config` has to load without torch.
+This file has no imports, because `config` has to load without torch.
 """

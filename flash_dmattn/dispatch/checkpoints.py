@@ -1,12 +1,12 @@
 """Checkpointed regions are recomputed under the settings of their forward pass.
 
-`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass has a
-thread of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch sets hooks for saved
-tensors while it runs a region. A hook refers to a `_CheckpointFrame` of torch, and the frame has the function that is
-run again; this module replaces that function by one that restores the settings.
+`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass runs in
+another thread, possibly after the `with` blocks of the forward pass have ended. Torch sets hooks for saved tensors
+while it runs a region. A hook refers to a `_CheckpointFrame` of torch, and the frame has the function of the region;
+this module replaces that function by one that restores the settings.
 
-This module has all private names of torch for it. If a release lacks one, regions are recomputed under the settings of
-the thread that recomputes them.
+All private names of torch for it are in this module. If a release of torch lacks one, regions are recomputed under the
+settings of the thread that recomputes them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _is_enabled: Callable[[], bool] = getattr(_autograd, "_saved_tensors_hooks_is_en
 
 
 def follow_checkpoints() -> None:
-    """Let the checkpointed regions that run now be recomputed with the config that is active now.
+    """Make checkpointed regions that are running now use the active config when they are recomputed.
 
-    It has to run before anything in a region changes or reads settings: every call and every `with` block runs it.
+    It has to run before settings are used or changed inside a region, so every call and every `with` block runs it.
     """
     hooks = _top(True)
     if hooks is not None and _Frame is not None:
         _follow(hooks)
 
 
-# It looks at the hooks around the trace. See `registry.works`.
+# Dynamo runs it while tracing, with the hooks around the trace, and does not trace it. See `registry.works`.
 setattr(follow_checkpoints, "_dynamo_marked_constant", True)  # noqa: B010
 config.follow_checkpoints = follow_checkpoints
 
 
 class _Recomputation:
-    """The function of a region, under the settings of its forward pass; decisions are recorded where it runs."""
+    """The function of a region, run under the settings of its forward pass, except for the list of decisions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class _Recomputation:
 def _follow(hooks: Hooks) -> None:
     frame = _frame_of(hooks)
     if (frame is not None and type(frame.recompute_fn) is _Recomputation) or not _is_enabled():
-        return  # the regions around it are marked, too: the first look at a region marks all of them
+        return  # outer regions are marked, too, because marking a region marks all regions around it
     lifted = []
     try:
         while True:
@@ -81,7 +81,7 @@ def _follow(hooks: Hooks) -> None:
 
 
 def _frame_of(hooks: Hooks) -> Any:
-    """Return the frame of the region whose forward pass has these hooks; None for hooks of anything else."""
+    """Return the frame of the region to which these hooks belong; None for other hooks."""
     for cell in getattr(hooks[0], "__closure__", None) or ():
         try:
             held = cell.cell_contents

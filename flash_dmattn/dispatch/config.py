@@ -1,8 +1,8 @@
-"""Settings that users make outside a call, by `config` and by environment variables. It is imported without torch.
+"""Settings outside of a call: `config` and environment variables. This module must not import torch.
 
 `process` has the settings of `config.set` and of environment variables, `blocks` the settings of the `with` blocks
-around a call. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So threads and tasks of
-asyncio have their own blocks, and inherit those in force if they start in a copy of the context.
+around a call. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So blocks are separate
+for each thread and asyncio task; one that starts in a copy of the context inherits its blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, NewType, cast, get_args
 
 BuiltInBackend = Literal["cuda", "triton", "flex", "sdpa", "eager", "reference"]
-# `register_backend` returns one, so that type checkers know the name of a backend that a program adds.
+# The type that `register_backend` returns, so that type checkers accept the name of a backend that a program adds.
 RegisteredBackend = NewType("RegisteredBackend", str)
 BackendName = BuiltInBackend | RegisteredBackend
 BackendChoice = Literal["auto"] | BackendName | tuple[BackendName, BackendName]
@@ -33,8 +33,7 @@ _RULES = ("built-in", "profile")
 # The default of an argument that may be left out. It is not None, because passing None is an error.
 _LEFT_OUT: Any = ...
 
-# Hooks, because this module may not import torch: `registry` and `checkpoints` need it, and replace these two functions
-# by their own when they are imported.
+# Hooks: `registry` and `checkpoints`, which import torch, replace these two functions when they are imported.
 check_name: Callable[[str], object] = lambda name: None
 follow_checkpoints: Callable[[], None] = lambda: None
 
@@ -42,7 +41,8 @@ follow_checkpoints: Callable[[], None] = lambda: None
 class Decision(NamedTuple):
     """The backends that one call of `attention` ran on.
 
-    `backward` is None where no gradient is needed, or where a transform of `torch.func` chooses when it comes to that.
+    `backward` is None if no gradient is needed, or under a transform of `torch.func`, which chooses it in the backward
+    pass.
     """
 
     problem: object
@@ -59,14 +59,14 @@ class Decision(NamedTuple):
 
 
 def similar(name: object, names: Iterable[str]) -> str | None:
-    """Return the name that a wrong name resembles most, in any case of letters, or None."""
+    """Return the name that is most similar to a wrong name, ignoring case, or None."""
     known = {one.lower(): one for one in names}
     close = difflib.get_close_matches(str(name).lower(), tuple(known), n=1)
     return known[close[0]] if close else None
 
 
 def needed(name: object, names: Iterable[str]) -> str:
-    """Make the end of an error: the valid names, and a question about the name that a wrong one resembles."""
+    """Make the end of an error message: the valid names, and "did you mean ...?" if a name is similar."""
     names = tuple(names)
     meant = similar(name, names)
     question = "" if meant is None else f"; did you mean {meant!r}?"
@@ -87,7 +87,7 @@ def check_choice(backend: BackendChoice) -> BackendChoice:
 
 
 def parse_choice(text: str, source: str = "backend") -> BackendChoice:
-    """Read "name" or "forward,backward", as environment variables and the command line give it."""
+    """Parse "name" or "forward,backward", the form of environment variables and the command line."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) == 1:
         return cast(BackendName, names[0])
@@ -128,9 +128,9 @@ class _Process:
         self.fallback: Fallback = "warn"
         # The file of the profile. "" is the file in the user's cache folder, "off" means no profile.
         self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
-        # "built-in": on Hopper GPUs auto uses the speed rules of the backends. "profile": there, too, only the profile.
+        # "built-in": on Hopper GPUs auto uses the speed rules of the backends. "profile": auto uses only the profile.
         self.rules: Rules = "built-in"
-        # The import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
+        # The error of a variable: the import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
         self.environment_error: str | None = None
         try:
             backend = parse_choice(os.environ.get("FLASH_DMATTN_BACKEND") or "auto", "FLASH_DMATTN_BACKEND")
@@ -153,14 +153,14 @@ class _Process:
 
 
 class Blocks(NamedTuple):
-    """The settings of the `with` blocks around a call, or of one of them.
+    """The settings of the `with` blocks around a call, or of one of them. The innermost block that has one counts.
 
     Attributes:
-        backend: the choice of the innermost block that makes one; None without one.
+        backend: the choice of backends; None without one.
         disabled: the backends that any block has switched off.
-        fallback: the policy of the innermost block that has one; None without one.
-        records: the list of the innermost block that records decisions; None without one.
-        parallel: the group and layout of the innermost `use_context_parallel`, for integrations; None without one.
+        fallback: the policy; None without one.
+        records: the list to which decisions are appended; None without one.
+        parallel: the group and layout of `use_context_parallel`, for integrations; None without one.
         entered: the blocks, the innermost one last.
     """
 
@@ -177,10 +177,10 @@ _blocks: ContextVar[Blocks] = ContextVar("flash_dmattn.blocks", default=_NO_BLOC
 
 
 class _InContext(ModuleType):
-    """The context variable as an attribute, which torch.compile reads, writes and guards on.
+    """The context variable as an attribute of a module, which torch.compile can get, set and guard on.
 
-    Dynamo cannot trace `ContextVar.get`. It reads attributes of modules with `getattr` while it traces, does so again
-    in its guards before each run, and replays what a traced function sets. `torch.backends.cudnn` is such a module too.
+    Dynamo cannot trace `ContextVar.get`. It gets attributes of modules by `getattr`, while it traces and in its guards
+    before each run, and replays assignments of a traced function. `torch.backends.cudnn` is such a module, too.
     """
 
     @property
@@ -197,7 +197,7 @@ blocks = _InContext("flash_dmattn.dispatch.config.blocks")
 
 
 def choice() -> BackendChoice:
-    """Return the backend that a call here would use if it names none."""
+    """Return the backend, or pair, of calls here that pass no `backend`."""
     backend = blocks.now.backend
     return process.default_backend if backend is None else backend
 
@@ -208,22 +208,22 @@ def disabled() -> tuple[str, ...]:
 
 
 def fallback() -> Fallback:
-    """Return the policy for calls here for which "auto" falls back to eager PyTorch on an accelerator."""
+    """Return the policy here for calls in which "auto" falls back to eager PyTorch on an accelerator."""
     policy = blocks.now.fallback
     return process.fallback if policy is None else policy
 
 
 class Block:
-    """Settings for the length of a `with` block; one object may be entered any number of times, also in itself.
+    """Settings for a `with` block. One object may be entered repeatedly, also inside of itself.
 
-    As a decorator it is entered for each call of a function.
+    As a decorator it is entered at each call of the function.
     """
 
     def __init__(self, change: Blocks) -> None:
         self.change = change
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function, whose calls then run inside of this block."""
+        """Decorate a function: its calls run inside of this block."""
         name = type(self).__name__
         if not callable(func):
             raise TypeError(f"{name} decorates a {type(func).__name__}; it needs a function, or a `with` statement")
@@ -244,12 +244,12 @@ class Block:
         return self
 
     def enter(self) -> None:
-        """Put one more block into force in this context."""
+        """Add this block, as the innermost one, to the blocks of this context."""
         follow_checkpoints()
         blocks.now = _in_force((*blocks.now.entered, self))
 
     def __exit__(self, *error: object) -> None:
-        """End the innermost entry of this block; other entries stay in force, also later ones."""
+        """Remove the innermost entry of this block; other entries stay, also later ones."""
         entered = blocks.now.entered
         for index in range(len(entered) - 1, -1, -1):
             if entered[index] is self:
@@ -261,7 +261,7 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
     now = Blocks()
     for block in entered:
         change = block.change
-        now = Blocks(  # not `_replace`, whose result Dynamo of torch 2.11 cannot rebuild outside of a graph
+        now = Blocks(  # not `_replace`: Dynamo of torch 2.11 cannot rebuild its result outside of a graph
             now.backend if change.backend is None else change.backend,
             tuple(dict.fromkeys(now.disabled + change.disabled)),
             now.fallback if change.fallback is None else change.fallback,
@@ -273,24 +273,25 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
 
 
 class config(Block):
-    """Choose or switch off backends, set what a fallback does and record decisions, for the calls in a `with` block.
+    """Choose or switch off backends, set the policy for fallbacks and record decisions, in a `with` block.
 
-    It also decorates a function, for the calls in it.
+    It is also a decorator of functions. `config.set` changes settings of the whole process.
 
-    `config.set` does so for the process. Threads and tasks of asyncio have their own blocks. One that starts in a copy
-    of a context (`contextvars`), as every task does, inherits those around its start. A region of
-    `torch.utils.checkpoint` with use_reentrant=False is recomputed on the backends of its forward pass, wherever
-    `backward` is called. Calls inside a compiled region are traced once and run without Python: no block records them.
+    * Blocks are separate for each thread and asyncio task. One that starts in a copy of a context (`contextvars`), as
+      every task does, inherits the blocks around its start.
+    * A region of `torch.utils.checkpoint` with use_reentrant=False is recomputed on the backends of its forward pass,
+      wherever `backward` is called.
+    * Calls inside a compiled region are not recorded, because it runs without Python.
 
     Args:
-        backend: the backend of calls that name none: a name, a pair (forward, backward), or "auto".
+        backend: the backend of calls that pass none: a name, a pair (forward, backward), or "auto".
         disabled: a name or a tuple of names to switch off, even for calls that name them. Backends that are already off
             stay off.
-        fallback: the policy if only eager PyTorch has a call of "auto" on an accelerator, its tangents or its second
-            derivative. "warn" is the default and warns once per cause. "silent" reports nothing. "error" raises
+        fallback: the policy if on an accelerator "auto" has only eager PyTorch for a call, its tangents or its second
+            derivative. "warn", the default, warns once per cause; "silent" does not report it; "error" raises
             `BackendUnsupportedError`.
-        record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` the calls
-            that run do so: one for many that `torch.vmap` maps, or two where tangents are computed behind out.
+        record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` there may
+            be another number: one for all calls that `torch.vmap` maps, or two if tangents are computed after out.
 
     Raises:
         ValueError: a name is unknown.
@@ -342,14 +343,14 @@ class config(Block):
         record: list[Decision] = _LEFT_OUT,
         **unknown: object,
     ) -> None:
-        """Change the settings of the process, which hold where no block has others.
+        """Change the settings of the process. Settings of a `with` block take precedence.
 
-        An argument that is left out keeps its setting.
+        Settings of arguments that are left out are not changed.
 
         Args:
-            backend: as above.
-            disabled: all backends that are off, () for none. It replaces FLASH_DMATTN_DISABLE.
-            fallback: as above.
+            backend: the backend of calls that pass none: a name, a pair (forward, backward), or "auto".
+            disabled: all backends to switch off, a name or a tuple, () for none. It replaces FLASH_DMATTN_DISABLE.
+            fallback: "warn", "silent" or "error", see `config`.
             record: refused with a TypeError, because only blocks record decisions.
 
         >>> import flash_dmattn
@@ -373,13 +374,13 @@ class config(Block):
         self.enter()
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function, whose calls then run inside of this block."""
+        """Decorate a function: its calls run inside of this block."""
         decorated = super().__call__(func)
         self._is_waiting = False
         return decorated
 
     def _anew(self) -> config:
-        return config(**self._arguments)  # torch.compile enters no block that was made outside of the graph
+        return config(**self._arguments)  # torch.compile cannot enter a block that was made outside of the graph
 
     def __del__(self) -> None:
         if self._is_waiting:

@@ -3,8 +3,8 @@
 | | Hopper | other GPUs | elsewhere |
 | --- | --- | --- | --- |
 | masks with a row for each query | CUDA extension | Triton | PyTorch |
-| masks with one row for few queries, or for sequences | Triton | Triton | PyTorch |
-| other masks with one row | CUDA extension; Triton beyond 2^18 keys | Triton | PyTorch |
+| masks with one row for up to 15 queries, or for sequences | Triton | Triton | PyTorch |
+| other masks with one row | CUDA extension; Triton above 2^18 keys | Triton | PyTorch |
 | caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
@@ -28,14 +28,15 @@ from ..sequences.cache_writes import CacheWrite, Writer
 from .config import disabled
 from .registry import works
 
-# A block can count so many keys of a mask with one row: `kMostMaskKeys` of csrc.
+# The largest number of keys of a mask with one row that one block can count: `kMostMaskKeys` of csrc.
 MOST_KEYS = 2**18
-# A forward pass has up to 16 counters for each work tile that blocks share, and fewer such tiles than SMs.
+# A forward pass has up to 16 counters for each work tile that several blocks compute; the GPU has more SMs than such
+# tiles.
 COUNTERS = 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
-    """Return whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
+    """Return whether the CUDA extension packs a mask: on a Hopper GPU, if it works and is not disabled."""
     return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 
@@ -47,7 +48,7 @@ def find_packer(tensor: Tensor) -> Packer | None:
 
 
 def _triton_kernels(name: str) -> ModuleType | None:
-    """Return a module of Triton kernels; None where Triton is not installed."""
+    """Return a module of Triton kernels; None if Triton is not installed."""
     try:
         return importlib.import_module(f"flash_dmattn.triton_kernels.{name}")
     except ModuleNotFoundError as error:
@@ -58,7 +59,7 @@ def _triton_kernels(name: str) -> ModuleType | None:
 
 @cache
 def _triton_packer(family: str = "sm_") -> Packer | None:
-    """Return the packer of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
+    """Return the packer for NVIDIA GPUs, "sm_", or for AMD GPUs, "gfx"."""
     names = ("mask_pack", "key_pack", "interval_pack", "sequence_pack", "list_pack")
     masks, keys, intervals, sequences, lists = map(_triton_kernels, names)
     if masks is None or keys is None or intervals is None or sequences is None or lists is None:
@@ -77,7 +78,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         mask_intervals=intervals.mask_intervals,
         interval_tiles=keys.interval_tiles,
         first_places=keys.first_places,
-        # AMD's have not been tried with these two.
+        # These two were not tried on AMD GPUs.
         list_best=lists.list_best if family == "sm_" else operators.PYTORCH.list_best,
         pack_sequences=sequences.pack_sequences if family == "sm_" else operators.PYTORCH.pack_sequences,
     )
@@ -85,12 +86,12 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
 
 @cache
 def _extension_packer() -> Packer:
-    # Made once, after the probe has loaded the extension: torch.ops takes a microsecond to find an operator.
+    # Cached, because torch.ops takes a microsecond to find an operator. The probe has loaded the extension before.
     return around_extension(torch.ops.flash_dmattn)
 
 
 def around_extension(operators: Any) -> Packer:
-    """Return the packer of the operators of the extension, by their names; the rest is Triton's or PyTorch's."""
+    """Return a packer with the operators of the extension, and Triton or PyTorch for the other functions."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
     key_mask = operators.cuda_key_mask.default
@@ -125,7 +126,7 @@ def around_extension(operators: Any) -> Packer:
         return made[:6], made[6:]
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
-        if keys.dtype != torch.int32:  # of scores in fp64
+        if keys.dtype != torch.int32:  # int64 for scores in fp64
             return rest.topk_intervals(keys, k, seqlen_q, local)
         start, stop = topk_intervals(keys, k, seqlen_q, local)
         return start, stop

@@ -1,4 +1,4 @@
-"""`Plan`: everything that is decided once for a class of calls that are alike."""
+"""`Plan`: the decisions that are made once for a class of calls with the same key."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from .registry import on_change
 T = TypeVar("T")
 Strides = tuple[tuple[int, ...] | None, ...]
 
-# Planned passes, by the function that plans them, backend and problem. Plans with different keys share them, and so do
-# operators that a compiler calls.
+# Planned passes, by the function that plans them, backend and problem. Several plans, and operators that a compiler
+# calls, may use the same one.
 _passes: Remembered[Any] = Remembered(4096)
 on_change.append(_passes.clear)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How the calls of a class run; no tuple, which `torch.func` would take apart field by field in every call.
+    """The decisions for a class of calls. It is no tuple, because `torch.func` would flatten one in every call.
 
     Attributes:
         described: the problem as validation describes it.
-        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v have the
-            layout in which they arrive.
+        problem: the problem for the passes: it has the chosen form of the mask, and the layout of the caller's q, k
+            and v.
         forward, backward: the backend of each pass. backward is None if no gradient is needed, or if PyTorch
             differentiates the forward pass.
-        requested: the choice in force: "auto", a name or a pair.
-        choice: the form of the mask that both passes read.
+        requested: the requested backend: "auto", a name or a pair.
+        choice: the form of the mask for both passes.
         saved_layout: how the tensors of a call become `Inputs`.
         is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
-        fallback: the policy of the block around the call, for derivatives that another thread computes; None without
-            one.
-        run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
-            then go through the operators.
+        fallback: the policy of the `with` block around the call, because derivatives may run in another thread; None
+            without one.
+        run_forward, run_backward: the passes. If sizes may be symbols or tensors have no values they are None, and
+            calls go through the operators.
         view: converts the mask of an unwatched call to the chosen form, (mask, k, v, bias) -> view; None if `view_of`
             has to do it.
-        strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
+        strides: the strides for which the backward pass is planned: of the caller's q, k, v and bias, and of a dense
             mask.
     """
 
@@ -67,7 +67,7 @@ class Plan:
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
-        """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
+        """Return whether saved tensors have the planned strides; hooks on saved tensors may have changed them."""
         q, k, v, mask, bias, *_ = saved.inputs
         strides = self.strides
         if (
@@ -94,7 +94,7 @@ def make_plan(
     falls_back: bool,
     with_passes: bool,
 ) -> Plan:
-    """Plan the calls of a class; see `Plan` for the arguments. Without passes, calls go through the operators."""
+    """Plan a class of calls; see `Plan` for the arguments. Without `with_passes`, calls go through the operators."""
     choice = choose_form(described, forward, backward)
     p = described._replace(mask_form=choice.form, arrival=arrival)
     is_differentiable = forward.is_differentiable
@@ -127,14 +127,14 @@ def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
 
 
 def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
-    """Return the forward pass in forward mode of a backend for a class of calls, planned once."""
+    """Return the forward pass with tangents (forward mode) of a backend for a class of calls, planned once."""
     return _planned(tangents_of, backend, _without_gradients(problem))
 
 
 def tangent_gradients_pass(
     backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
 ) -> BackwardTangents:
-    """Return the gradients of calls in forward mode of a backend, planned once for a class of calls."""
+    """Return the pass of a backend that differentiates tangents, for a class of calls, planned once."""
     return _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
 
 
@@ -148,7 +148,7 @@ def _without_gradients(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
-    """Drop from a problem everything that an operator does not receive, so that watched calls run the same passes."""
+    """Reset the fields of a problem that an operator does not receive, so that watched calls run the same passes."""
     flags = problem.flags
     if flags.sequences is not None:
         flags = flags._replace(sequences=flags.sequences._replace(names_max=(True, True)))
@@ -157,7 +157,7 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
 
 
 def with_strides(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
-    """Return the problem and the saved tensors for other strides than the planned ones; a prepared mask is copied."""
+    """Return the problem with the strides of the saved tensors, and these, with a prepared mask made contiguous."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
     mask = problem.mask

@@ -1,7 +1,7 @@
-"""Profiles: what `python -m flash_dmattn calibrate` measured on a GPU or a CPU, and what auto makes of it.
+"""Profiles: the times that `python -m flash_dmattn calibrate` has measured on a GPU or a CPU, and their use by auto.
 
-A profile is a file in the user's folder of caches. It counts if nobody else can have written it, and if it was made on
-this device with these versions; it is read once.
+A profile is a file in the user's cache folder. It is used if no other user can have written it, and if it was made on
+this device with these versions. It is loaded once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .config import process
 from .registry import choices_changed
 
 COMMAND = "python -m flash_dmattn calibrate"
-FORMAT = 2  # raised when the fields or the classes of calls change their meaning
+FORMAT = 2  # increase it if the meaning of fields or of classes of calls changes
 _MAX_BYTES = 1 << 20
 LEAST_ARCH = 80  # of the Triton kernels
 
 NUM_HEADS, _HEAD_DIM = 16, 64
-_DECODED = 16  # queries: a call without gradients of so many or fewer is decoding
+_DECODED = 16  # queries: a call without gradients and with at most this number is decoding
 _LONG = 1024  # keys: from here on a call is long
 _TIMED_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32,)}
 
 
 class Row(NamedTuple):
-    """One class of calls: the call that represents it, with gradients unless `grad` is False.
+    """A class of calls, by one call of it, with gradients unless `grad` is False.
 
-    It is timed in bf16 on GPUs, in fp32 and at a fourth of its lengths on CPUs.
+    The call is timed in bf16 on GPUs, and in fp32 with a fourth of its lengths on CPUs.
     """
 
     name: str
@@ -56,18 +56,18 @@ class Row(NamedTuple):
 
     @property
     def mask_shape(self) -> tuple[int, int, int, int] | None:
-        """Shape of the mask, which all heads share."""
+        """Shape of the mask, with one head."""
         rows = 1 if self.mask == "key" else self.seqlen_q
         return None if self.mask == "none" else (self.batch, 1, rows, self.seqlen_k)
 
     @property
     def bias_shape(self) -> tuple[int, int, int, int] | None:
-        """Shape of the bias, which the batch shares."""
+        """Shape of the bias, with one batch entry."""
         rows, keys = 1 if self.bias == "key" else self.seqlen_q, 1 if self.bias == "query" else self.seqlen_k
         return None if self.bias is None else (1, NUM_HEADS, rows, keys)
 
 
-# Rows that most programs need come first: if time is short, the last ones are not reached.
+# Rows that most programs need come first: if there is little time, the last ones are not measured.
 ROWS: tuple[Row, ...] = (
     Row("long", 4096, 4096),
     Row("dense mask", 2048, 2048, mask="dense"),
@@ -86,20 +86,20 @@ ROWS: tuple[Row, ...] = (
 
 
 def rows_of(p: AttentionProblem) -> tuple[str, ...]:
-    """Name the rows that a call belongs to; none where the table has no row for it.
+    """Return the names of the rows of a call, one for each of its features; () if its dtype is not timed.
 
-    | part of the call | row |
+    | feature of the call | row |
     | --- | --- |
     | mask | "key mask" or "dense mask" |
     | bias | "bias per key" or "query" or "score", with ", dbias" if it needs a gradient |
-    | fewer heads in k | "grouped heads" |
+    | k has another number of heads than q | "grouped heads" |
     | a head dim above 64 | "wide heads" |
     | up to 16 queries, without gradients | "decode" |
-    | else fewer than 1024 keys | "short" |
-    | nothing of this | "long" |
+    | else less than 1024 keys | "short" |
+    | no such feature | "long" |
 
-    Causality, windows, softcap and determinism change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not
-    timed. On CPUs only fp32 was.
+    Causality, windows, softcap and determinism do not matter. On GPUs fp16 counts as bf16; fp32 and fp64 are not
+    timed. On CPUs only fp32 is.
     """
     if p.dtype not in _TIMED_DTYPES.get(p.device, ()):
         return ()
@@ -122,11 +122,11 @@ def rows_of(p: AttentionProblem) -> tuple[str, ...]:
 
 
 class ProfileError(ValueError):
-    """A file is no profile that can be trusted; the message goes on after the name of the file."""
+    """A file cannot be used as a profile; the message continues a sentence that begins with the name of the file."""
 
 
 class Figures(NamedTuple):
-    """Milliseconds of one backend on one class of calls, None for a pass that was not timed; or why there are none."""
+    """Milliseconds of one backend on one class of calls, None for a pass that was not timed; or an error."""
 
     forward: float | None = None
     backward: float | None = None
@@ -140,17 +140,17 @@ class Figures(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The figures of one device, with the versions that decide what they are worth."""
+    """The figures of one device, and the versions that they are valid for."""
 
-    gpu: str  # by its vendor's name, also where it is a CPU
-    arch: str  # as `device_arch` has it
+    gpu: str  # the vendor's name of the GPU, or of the CPU
+    arch: str  # see `device_arch`
     library: str
     torch: str
     triton: str
-    driver: str  # for people to read, as the time
+    driver: str  # for information only, as `made`, the time
     made: str
-    wrong: dict[str, str]  # by backend, the check against the formula that it failed; none for one that passed all
-    rows: dict[str, dict[str, Figures]]  # by class of calls, the figures of each backend
+    wrong: dict[str, str]  # backend -> the check against the formula that it failed; only backends that failed
+    rows: dict[str, dict[str, Figures]]  # row -> backend -> figures
     tiles: dict[str, Sizes] = {}  # the fastest tile of each class of tiles
 
 
@@ -166,7 +166,7 @@ def dump(profile: Profile) -> str:
 
 
 def parse(text: str) -> Profile:
-    """Return the profile of a file's text; refuse one of another format, or whose fields are no possible figures."""
+    """Parse a profile; refuse another format, and fields that are no possible figures."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -211,16 +211,16 @@ def _sizes(sizes: object, name: str) -> Sizes:
 
 
 def read(path: Path) -> Profile:
-    """Read a file that nobody but its user, or the system's administrator, can have written."""
+    """Load a profile; refuse a file that users other than this one and root can have written."""
     try:
-        # Without waiting, in case somebody has put a pipe there.
+        # Non-blocking, because the path may be a pipe.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         raise ProfileError("does not exist") from None
     except OSError as error:
         raise ProfileError(f"cannot be read: {error.strerror}") from None
     try:
-        # From the open file: a path may be another file by now.
+        # By the open file, because the path may be another file by now.
         _check_file(os.fstat(handle))
         with open(handle, "rb", closefd=False) as file:
             return parse(file.read(_MAX_BYTES).decode())
@@ -233,7 +233,7 @@ def read(path: Path) -> Profile:
 def _check_file(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ProfileError("is no regular file")
-    if hasattr(os, "geteuid"):  # where files have users and modes
+    if hasattr(os, "geteuid"):  # on systems where files have owners and modes
         if status.st_uid not in (os.geteuid(), 0):
             raise ProfileError(f"belongs to another user, {status.st_uid}; it needs to be yours")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -244,7 +244,7 @@ def _check_file(status: os.stat_result) -> None:
 
 
 def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
-    """Write a profile, by default readable only by its user; a reader gets the old file or the whole new one."""
+    """Write a profile atomically: a reader gets the old file or the new one. By default only its user may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -253,11 +253,11 @@ def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
             file.write(dump(profile))
         os.replace(unfinished, path)
     finally:
-        unfinished.unlink(missing_ok=True)  # of a run that was ended, or had no room
+        unfinished.unlink(missing_ok=True)  # if the run was interrupted, or the disk is full
 
 
 class Search(NamedTuple):
-    """The profile of an architecture, or in `reason` why none is in force; `path` is "" where there is no file."""
+    """The profile of an architecture; None, and the reason, if none is used. `path` is "" if there is no file."""
 
     path: str
     profile: Profile | None
@@ -266,16 +266,16 @@ class Search(NamedTuple):
 
 @cache
 def find(arch: str) -> Search:
-    """Return the profile of this machine's GPU of an architecture, or of its CPU; never raises.
+    """Return the profile of this machine's GPU of an architecture, or of its CPU. It never raises.
 
-    The file is read at the first question.
+    The file is loaded at the first call.
     """
     if process.profile == "off":
         return Search("", None, "FLASH_DMATTN_PROFILE=off")
     if not is_profiled(arch):
         return Search("", None, f"profiles are of CPUs and of NVIDIA GPUs from sm_{LEAST_ARCH} on, and this is {arch}")
     try:
-        # Before torch looks for GPUs, which takes memory on them.
+        # Before torch looks for GPUs, which allocates memory on them.
         if process.profile == "" and not any(folder().glob("*.json")):
             return Search("", None, f"there is none in {folder()}")
         names = gpu_names(arch)
@@ -299,16 +299,16 @@ def find(arch: str) -> Search:
 
 
 def forget() -> None:
-    """Read profiles again when they are next needed, and choose the backends and tiles of every call anew."""
+    """Drop the loaded profiles, and the choices of backends and tiles that depend on them."""
     find.cache_clear()
     preferred_tiles.prefer(tiles_in_force)
     choices_changed()
 
 
 def tiles_in_force(arch: str) -> dict[str, Sizes]:
-    """Return the tiles that the profile of this machine's GPU of an architecture has for the kernels of triton.
+    """Return the tiles of Triton kernels in the profile of this machine's GPU of an architecture.
 
-    On Hopper the tile table holds what was measured; FLASH_DMATTN_RULES=profile lets a profile decide there, too.
+    On Hopper there are none, because the tile table was measured there, unless FLASH_DMATTN_RULES=profile.
     """
     if sm_number(arch) is None or (arch == "sm_90" and process.rules != "profile"):
         return {}
@@ -319,12 +319,12 @@ def tiles_in_force(arch: str) -> dict[str, Sizes]:
 preferred_tiles.prefer(tiles_in_force)
 
 
-# A path in the message of an exception may name a user or a machine.
+# Paths in messages of exceptions, which may contain the name of a user or a machine.
 _PATH = re.compile(r"""(?:[A-Za-z]:)?[^\s'"(:,]*[/\\][^\s'"):,]*""")
 
 
 def shared(profile: Profile) -> Profile:
-    """Return a profile without what may name its user or machine: the paths in what backends raised."""
+    """Return a profile without paths in its error messages, which may name its user or machine."""
 
     def without_paths(text: str) -> str:
         return _PATH.sub("(a path)", text)
@@ -338,29 +338,29 @@ def shared(profile: Profile) -> Profile:
 
 
 def is_profiled(arch: str) -> bool:
-    """Return whether profiles are made for an architecture: CPUs, and GPUs on which the Triton kernels run."""
+    """Return whether an architecture can have a profile: CPUs, and GPUs on which the Triton kernels run."""
     return arch == "cpu" or (sm_number(arch) or 0) >= LEAST_ARCH
 
 
 def folder() -> Path:
-    """Return the folder of profiles: flash_dmattn in the user's folder of caches."""
+    """Return the folder of profiles: flash_dmattn in the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    # Not a relative one, which the specification of these folders ignores.
+    # Relative paths are ignored, as the XDG specification requires.
     return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "flash_dmattn"
 
 
 def path_of(gpu: str) -> Path:
-    """Return the file of a GPU by its name: FLASH_DMATTN_PROFILE where that names a file, else one in `folder`."""
+    """Return the profile's file for the name of a GPU: FLASH_DMATTN_PROFILE if it is a file, else one in `folder`."""
     if process.profile not in ("", "off"):
         return Path(process.profile).expanduser()
     return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-')}.json"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a profile depends on, by its fields; "" where Triton cannot be imported."""
+    """Return the fields of a profile with the versions that it depends on; "" if Triton cannot be imported."""
     try:
         triton = str(importlib.import_module("triton").__version__)
-    except Exception:  # a broken installation raises anything; the probe of the backend reports it
+    except Exception:  # a broken installation may raise any exception; the probe of the backend reports it
         triton = ""
     return {"library": __version__, "torch": str(torch.__version__), "triton": triton}
 
@@ -372,7 +372,7 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def gpu_names(arch: str) -> list[str]:
-    """Return the models of this machine's GPUs of an architecture; for "cpu" the model of its CPU."""
+    """Return the model names of this machine's GPUs of an architecture; for "cpu" the model name of its CPU."""
     if arch == "cpu":
         return [cpu_name()]
     return sorted({torch.cuda.get_device_name(index) for own, index in _gpus() if own == arch})
@@ -389,7 +389,7 @@ def cpu_name() -> str:
 
 
 def arches_here() -> list[str]:
-    """Return "cpu", and the architectures of this machine's GPUs that a profile can be of."""
+    """Return "cpu", and the architectures of this machine's GPUs that can have a profile."""
     return ["cpu", *sorted({arch for arch, _ in _gpus() if is_profiled(arch)})]
 
 
@@ -403,11 +403,11 @@ def measured_on(arch: str) -> tuple[str, ...]:
 
 
 class Judgement(NamedTuple):
-    """Verdict of a profile on a class of calls.
+    """The decision of a profile on a class of calls.
 
     Attributes:
         order: triton, flex and sdpa, in the order in which auto asks them.
-        refused: (backend, why, passes) of each that auto passes over in these passes.
+        refused: (backend, why, passes): auto does not use this backend for these passes.
         why: the figures.
     """
 
@@ -417,27 +417,27 @@ class Judgement(NamedTuple):
 
 
 def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
-    """Return the order of triton, flex and sdpa on GPUs but Hopper, where no figures decide.
+    """Return the order of triton, flex and sdpa on GPUs other than Hopper, if no figures decide.
 
-    It comes from what is published of these kernels there, and from our figures on Hopper.
+    It is based on published figures of these kernels, and on our figures on Hopper.
     """
     order = _order(runs_flash(problem), problem.needs_grad.bias, problem.sequences is not None)
     return ("sdpa", *[name for name in order if name != "sdpa"]) if leads_in_fp32(problem) else order
 
 
 def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:
-    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own. With
-    # packed sequences only triton has been timed of the three.
+    # sdpa needs no compilation, triton has fast kernels for dbias, and flex copies sequences. Only triton was timed
+    # with packed sequences.
     if is_plain:
         return ("triton", "sdpa", "flex") if has_sequences else ("sdpa", "flex", "triton")
     return ("triton", "flex", "sdpa") if has_dbias or has_sequences else ("flex", "triton", "sdpa")
 
 
 def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judgement | None:
-    """Return the judgement of a profile on a call that belongs to these rows; None where it lacks a figure for that.
+    """Return the judgement of a profile on a call with these rows; None if it lacks a figure for them.
 
-    A backend goes before another one that usually comes earlier where it wins in every row of the call. One that
-    failed is beaten. On CPUs each pass is judged by itself, on GPUs the sum of the passes that a call runs.
+    A backend moves before another one of the usual order if it is faster in every row of the call. A backend that
+    failed counts as slower. On CPUs each pass is judged separately, on GPUs the sum of the call's passes.
     """
     names = measured_on(profile.arch)
     if not rows or not all(set(names) <= profile.rows.get(row, {}).keys() for row in rows):
@@ -486,7 +486,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
 def _slower_passes(
     profile: Profile, rows: tuple[str, ...], failed: str, why: str
 ) -> tuple[tuple[str, str, Passes], ...]:
-    """Return the refusal of sdpa for the passes of a call on a CPU in which eager is as fast in some row."""
+    """Return the refusal of sdpa for the passes of a call on a CPU in which it is not faster than eager in all rows."""
     if failed:
         return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
     pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
@@ -501,9 +501,9 @@ def _slower_passes(
 
 
 def goes_by_profile(problem: AttentionProblem) -> bool:
-    """Return whether a profile, if any, decides about a call: on CPUs, and on NVIDIA GPUs but Hopper.
+    """Return whether a profile, if any, decides about a call: on CPUs, and on NVIDIA GPUs other than Hopper.
 
-    The rules for Hopper are measurements. FLASH_DMATTN_RULES=profile lets a profile decide there, too.
+    On Hopper the built-in rules were measured, so a profile decides only if FLASH_DMATTN_RULES=profile.
     """
     if problem.device not in ("cpu", "cuda") or not is_profiled(problem.arch):
         return False
@@ -511,10 +511,10 @@ def goes_by_profile(problem: AttentionProblem) -> bool:
 
 
 def judgement(problem: AttentionProblem) -> Judgement | None:
-    """Return the judgement of the profile of this device on a call; None where the built-in rules decide."""
+    """Return the judgement of the profile of this device on a call; None if the built-in rules decide."""
     if not goes_by_profile(problem) or not _has_profile(problem.arch):
         return None
-    # Dynamo takes the result of `_judged` for a constant, and constants may be tuples, but not named ones.
+    # For Dynamo the result of `_judged` is a constant, which may be a tuple but not a NamedTuple.
     judged = _judged(problem.arch, rows_of(problem), any(problem.needs_grad))
     return None if judged is None else Judgement(*judged)
 
@@ -531,7 +531,7 @@ def _judged(
     return None if judged is None else (judged.order, judged.refused, judged.why)
 
 
-# A file is read, which torch.compile cannot trace; see `registry.works`.
+# They load a file, which torch.compile cannot trace; see `registry.works`.
 setattr(_has_profile, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
@@ -547,9 +547,9 @@ def why_unjudged(problem: AttentionProblem) -> str:
 
 
 def cite(problem: AttentionProblem) -> str | None:
-    """Return which figures of a profile decided, or why none did; None where no profile would be used.
+    """Return the figures of a profile that decided, or why none did; None if no profile would be used.
 
-    On a CPU it is None, too, where there is none: the built-in rules know what is faster on most of them.
+    On a CPU without a profile it is also None, because the built-in rules are right for most CPUs.
     """
     if not goes_by_profile(problem) or (problem.device == "cpu" and not _has_profile("cpu")):
         return None

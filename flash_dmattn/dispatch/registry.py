@@ -20,9 +20,10 @@ class _Registry(Mapping[str, Backend]):
     """The backends by name, in the order in which "auto" prefers them.
 
     Attributes:
-        table: all of them; replaced as a whole and never edited, so that no reader gets a change halfway through.
-        version: another number after each change. It is part of the key of remembered choices: a choice that was made
-            before a change is not found after it, whenever it is stored.
+        table: all of them. A change replaces the dict instead of editing it, so that other threads get the table from
+            before or after the change.
+        version: the number of changes. It is part of the key of cached choices, so that a choice from before a change
+            is not used afterwards, even if it is stored later.
     """
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
@@ -42,14 +43,14 @@ class _Registry(Mapping[str, Backend]):
         return name in self.table
 
     def items(self) -> ItemsView[str, Backend]:
-        """Return the names and backends of one moment."""
+        """Return the names and backends of the current table, which later changes do not affect."""
         return self.table.items()
 
 
 # "auto" takes the first that accepts the call.
 BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, sdpa, eager, reference)})
 
-# Caches of choices add their `clear` here: it is called after every change of the registry or of a profile.
+# Caches of choices append their `clear` here; it is called after every change of the registry or of a profile.
 on_change: list[Callable[[], None]] = []
 
 _changing = threading.Lock()
@@ -60,10 +61,10 @@ def register_backend(backend: Backend, *, before: str | None = None) -> Register
 
     Args:
         backend: a `flash_dmattn.Backend`.
-        before: the backend that "auto" shall prefer it to; by default it comes last.
+        before: "auto" asks the new backend before this one; by default it asks it last.
 
     Returns:
-        The name of the backend, for `attention(backend=)`: type checkers accept it there, and not any other string.
+        The name of the backend, of a type that type checkers accept as `attention(backend=)`, unlike other strings.
 
     Raises:
         TypeError: it is no `Backend`.
@@ -91,13 +92,13 @@ def register_backend(backend: Backend, *, before: str | None = None) -> Register
 
 
 def unregister_backend(name: str) -> None:
-    """Take a backend out of the registry: calls that ran on it choose anew.
+    """Remove a backend from the registry; calls that ran on it choose another one.
 
     Args:
         name: of a registered backend.
 
     Raises:
-        ValueError: nobody registered the name, or it is the one last resort of "auto".
+        ValueError: the name is not registered, or it is the only last resort of "auto".
     """
     with _changing:
         check_name(name)
@@ -110,14 +111,14 @@ def unregister_backend(name: str) -> None:
 
 
 def choices_changed() -> None:
-    """Let every call choose anew: there are other backends now, or other rules."""
+    """Drop all cached choices, because backends or rules have changed."""
     BACKENDS.version += 1
     for notify in on_change:
         notify()
 
 
 def last_resort() -> Backend:
-    """Return the backend that takes every call, to which "auto" falls back."""
+    """Return the backend that "auto" falls back to, which supports every call."""
     return next(backend for backend in BACKENDS.table.values() if backend.is_fallback)
 
 
@@ -126,13 +127,13 @@ def works(name: str) -> bool:
     return backend is not None and backend.probe().usable
 
 
-# A probe imports libraries, which torch.compile cannot trace. This is what torch.compiler.assume_constant_result sets,
-# without the import of dynamo that calling it costs.
+# A probe imports libraries, which torch.compile cannot trace. `torch.compiler.assume_constant_result` sets the same
+# attribute, but imports dynamo.
 setattr(works, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def check_name(name: str) -> Backend:
-    """Return the backend of a name; refuse one that nobody registered."""
+    """Return the backend of a name; refuse a name that is not registered."""
     backend = BACKENDS.table.get(name)
     if backend is None:
         raise ValueError(f"backend {name!r} is unknown; {needed(name, BACKENDS)}")

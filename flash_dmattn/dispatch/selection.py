@@ -1,4 +1,4 @@
-"""The choice of the backends of a call, and the messages where none accepts it or only eager PyTorch does."""
+"""The choice of the backends of a call, and the messages if no backend, or only eager PyTorch, accepts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .registry import BACKENDS, check_name, last_resort, works
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
 TANGENT_GRADIENT = "the gradient of a tangent"
 _NO_ACCELERATORS = ("cpu", "meta")
-_NO_CALLERS = ("flash_dmattn", "torch")  # packages that a warning does not point at
+_NO_CALLERS = ("flash_dmattn", "torch")  # packages that are skipped to find the line of the user for a warning
 _MEASURED_RULE = "measured_gpu"  # the rule of triton that a profile replaces
 
 
@@ -32,10 +32,10 @@ class BackendError(RuntimeError):
     """A backend that was named does not accept a valid call.
 
     Attributes:
-        backend: the one that was named.
-        reasons: each with a backend, a code, the values of the call and a hint.
+        backend: the backend that was named.
+        reasons: why it does not accept the call, each with a backend, a code, a text and a hint.
         accepted_by: backends that would accept the same call here.
-        details: the call and every reason in words, which `explain` shows, too.
+        details: a text with the call and every reason, which `explain` shows, too.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BackendError(RuntimeError):
         accepted_by: tuple[str, ...] = (),
         details: str = "",
     ) -> None:
-        super().__init__(message)  # pickle calls the class only with it, and sets the attributes afterwards
+        super().__init__(message)  # pickle calls the class with the message only, and sets the attributes afterwards
         self.backend = backend
         self.reasons = reasons
         self.accepted_by = accepted_by
@@ -55,7 +55,7 @@ class BackendError(RuntimeError):
 
 
 class BackendUnsupportedError(BackendError):
-    """The backend works on this machine but not for this call; `reasons` has every rule the call breaks."""
+    """The backend works on this machine but not for this call; `reasons` has every rule that the call breaks."""
 
 
 class BackendUnavailableError(BackendError):
@@ -63,11 +63,11 @@ class BackendUnavailableError(BackendError):
 
 
 class FallbackWarning(UserWarning):
-    """`backend="auto"` computes on eager PyTorch on an accelerator, because no kernel backend accepts the call."""
+    """`backend="auto"` uses eager PyTorch on an accelerator, because no kernel backend accepts the call."""
 
 
 class Selection(NamedTuple):
-    """The backend of each pass; `backward` is None if no gradient is needed or autograd goes through `forward`."""
+    """The backend of each pass; `backward` is None if no gradient is needed or autograd differentiates `forward`."""
 
     forward: Backend
     backward: Backend | None
@@ -91,13 +91,13 @@ def choice_in_force(backend: BackendChoice) -> BackendChoice:
 
 
 def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
-    """Choose a pair of backends with backward passes of their own, for operators that call each pass separately."""
+    """Choose a pair of backends for operators that call each pass separately, so autograd differentiates neither."""
     requested = choice_in_force(backend)
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
-    """Choose the backend of only a backward pass: the named one if it accepts the call, else as "auto" prefers."""
+    """Choose the backend of a single backward pass: the named one if it accepts the call, else as "auto" does."""
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
@@ -109,8 +109,7 @@ def select_backward(problem: AttentionProblem, name: str) -> Backend:
 def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
     """Choose the backend of a call in forward mode, which computes out and lse with their tangents.
 
-    It is the backend of the forward pass, if that has tangents of the call; otherwise triton where it has them, and
-    else the last resort of auto.
+    It is the first of these that supports tangents of the call: `forward`, triton, the last resort of auto.
     """
     pairs_with = BACKENDS.table.get(triton.name)
     for backend in (forward, pairs_with):
@@ -132,7 +131,7 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
 
 
 def select_second_derivative(problem: AttentionProblem, backward: Backend, requested: BackendChoice) -> Backend:
-    """Choose the backend whose gradients have a derivative: the one that computed them, or for auto the last resort."""
+    """Choose the backend of a second derivative: the one that computed the gradients, or for auto the last resort."""
     if backward.differentiable_backward is not None:
         return backward
     if requested != "auto":
@@ -143,7 +142,7 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
 
 
 def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Backend:
-    """Return the last resort of auto for what other backends lack; refuse that where it is switched off."""
+    """Return the last resort of auto, for a feature that other backends lack; refuse if it is switched off."""
     backend = last_resort()
     if backend.name in disabled() or getattr(backend, ability) is None:
         reasons = reasons_against(backend, problem, ())
@@ -154,7 +153,7 @@ def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Bac
 
 
 def record(plan: Any) -> None:
-    """Append the backends of a plan to the list of the block around a call; compiled regions run without Python."""
+    """Append the backends of a plan to the list of the `with` block around a call; not in compiled regions."""
     if torch.compiler.is_compiling():
         return
     records = blocks.now.records
@@ -175,9 +174,9 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 
 def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: bool = True) -> AttentionProblem:
-    """Return a problem whose `deterministic` is torch's warn-only mode: False where a named backend has no fixed order.
+    """Handle torch's warn-only mode: return the problem with `deterministic` False if a named backend requires that.
 
-    With `warn` it warns, as torch's own functions do. "auto" always finds a backend with one.
+    With `warn` it then warns, as torch does. The problem is unchanged for "auto", which finds a deterministic backend.
     """
     if requested == "auto":
         return problem
@@ -200,14 +199,14 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
-    """Return whether "auto" has nothing better than its last resort for some pass on an accelerator."""
+    """Return whether "auto" uses its last resort for some pass on an accelerator."""
     if requested != "auto" or problem.device in _NO_ACCELERATORS:
         return False
     return any(backend is not None and backend.is_fallback for backend in selection)
 
 
 def selected_names(problem: AttentionProblem, selection: Any) -> tuple[str, str | None]:
-    """Name the backends of a selection or of a plan; a differentiable backend is its own backward."""
+    """Return the names of the backends of a selection or a plan: forward, and backward or None without gradients."""
     if not any(problem.needs_grad):
         return selection.forward.name, None
     return selection.forward.name, (selection.backward or selection.forward).name
@@ -220,7 +219,7 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
     for backend, rules in asked:
         if pairs_only and backend.is_differentiable:
             continue
-        # The few rules of auto first: they reject most calls on a CPU for GPU backends at once.
+        # The rules of auto first, because there are only some, and most calls on a CPU break them for GPU backends.
         if not all_hold(rules, sized, "forward") or not _serves(backend, problem, "forward"):
             continue
         if backend.is_differentiable:
@@ -229,7 +228,7 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
             return Selection(backend, None)
         if not needs_backward:
             return Selection(backend, None)
-        # The same backend where it can; else any other pair, since all share the layout of lse.
+        # The same backend if it can; else any other one: backends can be paired, because lse has one layout for all.
         for other, other_rules in ((backend, rules), *asked):
             if _serves_backward(other, other_rules, problem, sized):
                 return Selection(backend, other)
@@ -239,10 +238,10 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
 def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
     if backend.name in disabled():
         return False
-    # A rule that a compiler traces binds the sizes of its graph, which a backend that does not work must not.
+    # Under a compiler, rules specialise the graph on sizes; skip them for a backend that does not work.
     if torch.compiler.is_compiling() and not works(backend.name):
         return False
-    # Rules before the probe: a rule costs nanoseconds, a first probe imports a library.
+    # Rules before the probe: a rule takes nanoseconds, the first probe imports a library.
     if not backend.accepts(problem, direction):
         return False
     return problem.elsewhere or works(backend.name)
@@ -251,7 +250,7 @@ def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -
 def _serves_backward(
     backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, sized: AttentionProblem
 ) -> bool:
-    """Return whether a backend has a backward pass of its own for a call, and auto prefers it."""
+    """Return whether a backend has a separate backward pass for a call, and the rules of auto allow it."""
     is_preferred = not backend.is_differentiable and all_hold(rules, sized, "backward")
     return is_preferred and _serves(backend, problem, "backward")
 
@@ -277,17 +276,17 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
 
 
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
-    """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
+    """Return the backends in the order in which auto asks them, each with the rules of auto for it.
 
-    * On a GPU with a profile, other than Hopper: the profile orders triton, flex and sdpa.
-    * On such a GPU without a profile: they have the usual order. Nobody has measured triton there, but its kernels are
-      compiled for the GPU. So it takes calls that the backends before it refuse (with dropout or pages), which is
-      faster than eager PyTorch.
-    * On Hopper: cuda comes a second time, without its preferences, before sdpa or the last resort. Most preferences
-      leave a call to triton because that is faster, but triton may be disabled or not work.
-    * In fp32 sdpa may come before triton on any of them: see `leads_in_fp32`.
+    * On GPUs other than Hopper, with a profile: the profile orders triton, flex and sdpa.
+    * On GPUs other than Hopper, without a profile: they have the usual order. triton was not measured there, but its
+      kernels are compiled for the GPU. So it gets calls that the backends before it refuse (with dropout or pages),
+      which is faster than eager PyTorch.
+    * On Hopper: cuda is asked a second time, without its speed rules, before sdpa or the last resort. Most speed rules
+      leave a call to triton, which is faster, but triton may be disabled or not work.
+    * In fp32 sdpa may come before triton on all GPUs: see `leads_in_fp32`.
     """
-    table = BACKENDS.table  # once: it may be replaced meanwhile
+    table = BACKENDS.table  # once, because another thread may replace it
     judged = judgement(problem)
     names = list(table)
     is_built_in = problem.arch == "sm_90" and not goes_by_profile(problem)
@@ -353,7 +352,7 @@ def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
 def reasons_against(
     backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
 ) -> tuple[Reason, ...]:
-    """Return every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
+    """Return every reason why a backend does not support these passes of a call; with `auto`, rules of auto, too."""
     name = backend.name
     reasons: list[Reason] = []
     if name in disabled():
@@ -368,7 +367,7 @@ def reasons_against(
 
 
 def _backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
-    """Name the backends that would serve every pass of a call on its machine."""
+    """Return the names of the backends that would support every pass of a call on its machine."""
     passes = passes_of(problem)
     return tuple(name for name, backend in BACKENDS.items() if not reasons_against(backend, problem, passes))
 
@@ -378,7 +377,7 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     reasons = reasons_against(backend, problem, passes)
     accepted_by = _backends_accepting(problem)
     out_of_service = [reason for reason in reasons if reason.code in ("disabled", "unavailable")]
-    # A call that is described for another machine must not probe this one, which imports libraries.
+    # Probe only if a reason needs it: a probe imports libraries, and the call may be described for another machine.
     probed = backend.probe() if any(reason.code == "unavailable" for reason in out_of_service) else None
     cause, details = (None, "") if probed is None else (probed.exception, probed.details)
     verdict = "is not available" if out_of_service else "does not support this call"
@@ -389,9 +388,9 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         lines.append(f"  backends that accept it: {names}")
         by_name_only = accepted_by == ("reference",)
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
-    details = "".join(f"\n    | {line}" for line in details.splitlines())  # what a compiler said
+    details = "".join(f"\n    | {line}" for line in details.splitlines())  # the output of a compiler
     said = "\n".join([*lines, *(f"  - {reason}" for reason in reasons)]) + details
-    # All reasons are a page of text, which would hide what to do: one why there is no such backend, one of the call.
+    # All reasons may be a page of text, which would hide the advice: show one of the backend, and one of the call.
     shown = [*out_of_service[:1], *[reason for reason in reasons if reason not in out_of_service][:1]]
     told = "".join(f"\n  - {reason}" for reason in shown)
     message = f"backend {backend.name!r} {verdict}; {instead}{told}{details}"
@@ -403,7 +402,10 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
 
 
 def _refuse_in_graph(verdict: str) -> None:
-    """Refuse a call that Dynamo traces, which cannot list reasons; where a graph may break, it is refused again."""
+    """Refuse a call that Dynamo traces, without reasons, because Dynamo cannot trace their list.
+
+    If the graph may break, the call runs again outside of the graph, and is refused with reasons.
+    """
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"{verdict}; flash_dmattn.explain of the same arguments says why")
 
@@ -418,7 +420,7 @@ def refuse_all(problem: AttentionProblem) -> NoReturn:
     reasons = _all_reasons(problem, BACKENDS.table.values())
     accepted_by = _backends_accepting(problem)
     lines = [f"no backend accepts this call: {problem}"]
-    if accepted_by:  # first, since it is what to do
+    if accepted_by:  # first, because it is the advice
         names = " or ".join(f"backend={name!r}" for name in accepted_by)
         lines = [f"no backend accepts this call unasked; pass {names}: {problem}"]
     lines += [f"  - {reason.backend}: {reason}" for reason in reasons]
@@ -429,13 +431,13 @@ _warned: set[tuple[object, ...]] = set()
 
 
 def report_last_resort(plan: Any, what: str, backend: Backend, planned: Backend) -> None:
-    """Report what runs on eager PyTorch on an accelerator, although a plan has another backend for the call."""
+    """Report that a part of a call, `what`, runs on eager PyTorch on an accelerator, unlike the planned pass."""
     if backend.is_fallback and not planned.is_fallback and plan.problem.device not in _NO_ACCELERATORS:
         report_fallback(plan.problem, what, plan.fallback)
 
 
 def _describe_fallback(problem: AttentionProblem, what: str) -> tuple[tuple[Reason, ...], str]:
-    """Return the reasons against the backends before eager PyTorch, and the message with the memory that it takes."""
+    """Return the reasons against the backends before eager PyTorch, and a message with the memory that it needs."""
     better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
     reasons = _all_reasons(problem, better) if what == ATTENTION else ()
     backend = last_resort()
@@ -452,7 +454,7 @@ def refuse_fallback(problem: AttentionProblem, what: str = ATTENTION) -> NoRetur
 
 
 def report_fallback(problem: AttentionProblem, what: str = ATTENTION, policy: Fallback | None = None) -> None:
-    """Raise or warn, once for each cause, that a call runs on eager PyTorch, as `config(fallback=...)` says."""
+    """Raise, or warn once for each cause, that a call runs on eager PyTorch, by the policy `config(fallback=...)`."""
     policy = fallback() if policy is None else policy
     if policy == "error":
         refuse_fallback(problem, what)
@@ -469,7 +471,7 @@ def report_fallback(problem: AttentionProblem, what: str = ATTENTION, policy: Fa
 
 
 def _warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the first line outside of this library and of torch, whose versions before 2.11 are around `run_call`."""
+    """Warn at the first caller outside of this library and of torch, which before 2.11 has frames around `run_call`."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""flash_dmattn inside other libraries: a module for each, imported by its whole name, and what adapters are made of."""
+"""flash_dmattn inside other libraries: one module for each, imported by its full name, and the parts of adapters."""
 
 from .heads_first import attend
 from .patch import Patch

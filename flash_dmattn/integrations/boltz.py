@@ -1,4 +1,4 @@
-"""Boltz on flash_dmattn: attention of triangles, and of pairs in both versions of `AttentionPairBias`."""
+"""Boltz on flash_dmattn: triangle attention, and both versions of `AttentionPairBias`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
     def pairs(module: Any, s: Tensor, keys: Tensor, bias: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
         """Attend from s (B * multiplicity, L, C) with a bias (B, H, L, Lk) and a 0/1 mask (B * multiplicity, Lk)."""
 
-        def heads(x: Tensor) -> Tensor:  # samples of one structure share their pairs: (B, multiplicity, H, L, D)
+        def heads(x: Tensor) -> Tensor:  # samples of a structure have the same pairs: (B, multiplicity, H, L, D)
             return x.unflatten(-1, (module.num_heads, -1)).unflatten(0, (-1, multiplicity)).transpose(-3, -2)
 
         hidden = ((mask.float() - 1) * module.inf)[:, None, None]

@@ -1,4 +1,4 @@
-"""diffusers on flash_dmattn: calls with a mask of the dispatcher's backend "native", the default."""
+"""diffusers on flash_dmattn: calls with a mask in the dispatcher's default backend, "native"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Any:
-        """Attend, with tensors (B, L, H, D) and a mask as torch's, or (B, Lk)."""
+        """Attend; tensors are (B, L, H, D), the mask is (B, Lk) or as in F.scaled_dot_product_attention."""
         if attn_mask is None or is_causal or return_lse or _parallel_config is not None:
             return originals[NAME](
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _parallel_config

@@ -1,26 +1,26 @@
-"""The functions of the package flash-attn, with its arguments and returns, computed by `flash_dmattn.attention`.
+"""The functions of the package flash-attn, with its arguments and results, computed by `flash_dmattn.attention`.
 
-Code that imports them from `flash_attn` runs here after one changed line::
+For code that imports them from `flash_attn`, one line changes::
 
     from flash_dmattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-Two things differ. Probabilities, the third value under `return_attn_probs=True`, are always None. Every device, dtype
-and head dim of `attention` works. A row without a key has lse +inf, as there; in `attention` it has -inf.
+Two things differ. Probabilities, the third result of `return_attn_probs=True`, are always None. Every device, dtype
+and head dim of `attention` works. As in flash-attn, a row without a visible key has lse +inf; in `attention` -inf.
 
-The functions of `flash_attn.bert_padding` are here, too. Arguments of FlashAttention-3 and -4 are taken by name:
+The functions of `flash_attn.bert_padding` are here, too. Arguments of FlashAttention-3 and -4 are accepted by name:
 `learnable_sink`, and for packed sequences `seqused_q`, `seqused_k` and `page_table`. `num_splits`, `pack_gqa` and
-`sm_margin` change only the speed of their kernels, and have no effect. All other ones are refused unless they have
+`sm_margin`, which change only the speed of their kernels, have no effect. Other arguments are refused unless they have
 their default.
 
-All functions share these arguments:
+All functions have these arguments:
 
-- `dropout_p`, `softmax_scale` (None means D ** -0.5) and `softcap`, as in `attention`;
-- `causal`: query i attends to keys j <= i + Lk - Lq;
-- `window_size`: (left, right), also as a tensor; -1 or None for an unlimited side;
-- `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
-  later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
-- `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
-- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32, and float64 with float64.
+- `dropout_p`, `softmax_scale` (None means D ** -0.5) and `softcap`, as in `attention`.
+- `causal`: whether query i attends only to keys j <= i + Lk - Lq.
+- `window_size`: (left, right), also as a tensor; -1 or None for an unlimited side.
+- `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. If later
+  keys are hidden, it is a bias with one value per key; otherwise a float32 bias (1 or B, H, Lq, Lk).
+- `deterministic`: True for gradients with equal bits in each run; False follows torch's global setting.
+- `return_attn_probs`: return (out, lse, None) instead of out; lse is float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..dispatch.config import similar
 from ..masks.arguments import integer
 from ..problem import check_device, check_number, check_tensor, check_window, dtype_name, values_can_be_read
 
-__version__ = "2.8.3"  # of flash-attn, whose functions these are
+__version__ = "2.8.3"  # the version of flash-attn with these functions
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -56,7 +56,7 @@ __all__ = [
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
-# Arguments of FlashAttention-3 and -4 that are not here: their defaults, and what to do instead.
+# Arguments of FlashAttention-3 and -4 that are not supported: default, and advice for the message.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "attention_chunk": (0, "pass a mask to flash_dmattn.attention"),
     "mask_mod": (None, "flash_dmattn.attention takes masks.PreparedMask.from_mask_mod(mask_mod, ...)"),
@@ -67,7 +67,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), (None, "scale q, k and v in 16 bits")),
 }
 _WITHOUT_EFFECT = ("num_splits", "pack_gqa", "sm_margin")
-# Names of the package that are not here, and what to use instead.
+# Names of flash-attn that are not here, and what to use instead.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("apply_rotary_emb", "RotaryEmbedding"),
@@ -79,24 +79,24 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:  # not an AttributeError, of which "from ... import" drops the text
+    if name in _ELSEWHERE:  # not an AttributeError, because "from ... import" would replace its text
         raise ImportError(f"{name} of flash-attn is not in {__name__}: {_ELSEWHERE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Batch(NamedTuple):
-    """The sequences of a call, and what ALiBi needs of them; all None in a dense call."""
+    """The sequences of a call, and their lengths for ALiBi; all None in a dense call."""
 
     sequences: Sequences | None = None
     seqlens_q: Tensor | None = None  # (S,); None if all queries are used
     seqlens_k: Tensor | None = None  # (S,)
-    ends_q: Tensor | None = None  # (S,): where the queries of each sequence end, if they are packed
+    ends_q: Tensor | None = None  # (S,): the end of the queries of each sequence, if they are packed
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
 
 
 class _ForwardAlone(torch.autograd.Function):
-    """Give out of pages, as flash-attn does where inputs require grad, and refuse its backward pass."""
+    """Return out for keys in pages although inputs require grad, as flash-attn does, but refuse a backward pass."""
 
     @staticmethod
     def forward(needing: Tensor, out: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class _ForwardAlone(torch.autograd.Function):
 
 
 class _Options(NamedTuple):
-    """The arguments that all functions share."""
+    """The arguments that all functions have."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -147,13 +147,13 @@ def flash_attn_func(
         q: (B, Lq, Hq, D).
         k, v: (B, Lk, Hk, D) with Hq % Hk == 0.
         learnable_sink: (Hq,), the `sink` of `attention`.
-        others: see the module.
+        others: see the docstring of the module.
 
     Returns:
         out (B, Lq, Hq, D); with `return_attn_probs` (out, lse, None), lse (B, Hq, Lq).
 
     Raises:
-        TypeError, ValueError: as `attention`, or `alibi_slopes` does not fit.
+        TypeError, ValueError: as `attention`, or `alibi_slopes` has another shape, dtype or device.
         NotImplementedError: probabilities under dropout are requested.
 
     >>> import torch
@@ -224,19 +224,20 @@ def flash_attn_varlen_func(
     Args:
         q: (Tq, Hq, D).
         k, v: (Tk, Hk, D); with `block_table` (pages, page_size, Hk, D), without gradients.
-        cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: the first token of each sequence, and the number of all.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths; a tensor of one number is read, which waits for the device.
-        block_table: (S, P), int32: the pages of each sequence; `page_table` is another name of it.
-        seqused_q, seqused_k: (S,), int32: how many tokens of each sequence are used. With `block_table`, `cu_seqlens_k`
-            may be None where `seqused_k` is given.
+        cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: the first token of each sequence, then the number of all tokens.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths. A tensor with one element is converted to an int, which waits
+            for the device.
+        block_table, page_table: (S, P), int32: the pages of each sequence; two names for one argument.
+        seqused_q, seqused_k: (S,), int32: the number of used tokens of each sequence. With `block_table` and
+            `seqused_k`, `cu_seqlens_k` may be None.
         learnable_sink: (Hq,), the `sink` of `attention`.
-        others: see the module.
+        others: see the docstring of the module.
 
     Returns:
         out (Tq, Hq, D); with `return_attn_probs` (out, lse, None), lse (Hq, Tq).
 
     Raises:
-        TypeError, ValueError: as `attention` and `Sequences`, or `alibi_slopes` does not fit.
+        TypeError, ValueError: as `attention` and `Sequences`, or `alibi_slopes` has another shape, dtype or device.
         NotImplementedError: probabilities under dropout are requested.
 
     >>> import torch
@@ -336,22 +337,22 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (B, Lq, Hq, D).
-        k_cache, v_cache: (B, Lc, Hk, D); with `block_table` (pages, page_size, Hk, D). They get k and v in place.
-        k, v: (B, L, Hk, D): keys and values that follow those of the cache; L is Lq for causal calls.
-        cache_seqlens: (B,), int32, or one int: how many keys each cache has before the call; None means all Lc.
-        block_table: (B, P), int32: the pages of each cache; `page_table` is another name of it.
+        k_cache, v_cache: (B, Lc, Hk, D); with `block_table` (pages, page_size, Hk, D). k and v are written into them.
+        k, v: (B, L, Hk, D): new keys and values, to append to the cache; L is Lq for causal calls.
+        cache_seqlens: (B,), int32, or one int: the number of keys in each cache before the call; None means all Lc.
+        block_table, page_table: (B, P), int32: the pages of each cache; two names for one argument.
         learnable_sink: (Hq,), the `sink` of `attention`.
         num_splits: has no effect; kernels split keys by the sizes of the call.
         rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad: refused.
-        others: see the module.
+        others: see the docstring of the module.
 
     Returns:
         out (B, Lq, Hq, D); with `return_softmax_lse` (out, lse), lse (B, Hq, Lq). There are no gradients.
 
     Raises:
-        TypeError, ValueError: as `attention`, `append_to_cache` and `Sequences`; only one of k and v is there; new keys
-            come without `cache_seqlens`, or a `block_table` does.
-        NotImplementedError: a refused argument is there.
+        TypeError, ValueError: as `attention`, `append_to_cache` and `Sequences`; only one of k and v is passed; new
+            keys or a `block_table` are passed without `cache_seqlens`.
+        NotImplementedError: a refused argument is passed.
 
     >>> import torch
     >>> from flash_dmattn.integrations.flash_attn import flash_attn_with_kvcache
@@ -418,7 +419,7 @@ def flash_attn_with_kvcache(
             else:
                 sequences = Sequences.paged(block_table, seqlens_k)
             if k is not None and v is not None:
-                # The same keys, as the sequences of a call whose queries are the new tokens.
+                # seqlens_k includes the new keys, as `append_to_cache` needs.
                 append_to_cache(k_cache, v_cache, k, v, sequences)
             batch = _Batch(sequences, None, seqlens_k, None, q.shape[1], slots)
         result = _attend(q, k_cache, v_cache, options, batch)
@@ -438,7 +439,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Take the padding out of (B, L, ...), as `flash_attn.bert_padding.unpad_input` does; it waits for the device.
+    """Remove the padding of (B, L, ...), as `flash_attn.bert_padding.unpad_input` does; it waits for the device.
 
     Args:
         hidden_states: (B, L, ...).
@@ -446,8 +447,8 @@ def unpad_input(
         unused_mask: (B, L): tokens that are kept, but not counted as used.
 
     Returns:
-        The tokens (T, ...), their places in B * L, cu_seqlens (B + 1,) in int32, the longest length as an int, and how
-        many tokens of each entry are used, (B,) in int32.
+        The tokens (T, ...), their indices in the flattened batch, cu_seqlens (B + 1,) in int32, the longest length as
+        an int, and the number of used tokens of each entry, (B,) in int32.
 
     >>> import torch
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -478,7 +479,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _bound(most: Any) -> Any:
-    """Return a bound on lengths as an int where it is a tensor of one integer, as `cu_seqlens.diff().max()` is."""
+    """Return a bound on lengths; convert a tensor of one integer, such as `cu_seqlens.diff().max()`, to an int."""
     if isinstance(most, Tensor) and most.numel() == 1 and not (most.is_floating_point() or most.dtype == torch.bool):
         return int(most)
     return most
@@ -491,7 +492,7 @@ def _one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor 
 
 
 def _check_newer(call: Callable[..., Any], newer: dict[str, Any]) -> None:
-    """Refuse arguments that no flash-attn has, and those of newer ones that would change a result."""
+    """Refuse unknown arguments, and arguments of FlashAttention-3 and -4 that would change the result."""
     for name, value in newer.items():
         if name in _WITHOUT_EFFECT:
             continue
@@ -503,7 +504,7 @@ def _check_newer(call: Callable[..., Any], newer: dict[str, Any]) -> None:
 
 
 def _check_named(call: Callable[..., Any], inner: Callable[..., Any], named: dict[str, Any], first: int) -> None:
-    """Refuse names that a packed function does not take: the first ones of the other function, and unknown ones."""
+    """Refuse keyword arguments that a packed function does not have: the first ones of `inner`, and unknown ones."""
     known = tuple(inspect.signature(inner).parameters)
     for name in named:
         if name in known[:first] or (name not in known and name not in _WITHOUT_EFFECT and name not in _REFUSED):
@@ -528,7 +529,7 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
-    if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
+    if isinstance(options.window_size, Tensor):  # flash-attn allows it, and its tests pass one
         options = options._replace(window_size=tuple(listed(options.window_size.flatten())))
     if isinstance(options.window_size, (tuple, list)):
         options = options._replace(window_size=tuple(-1 if side is None else side for side in options.window_size))
@@ -536,7 +537,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
     if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
-    # Any of them has autograd ask for a gradient. `attention` refuses what is no tensor.
+    # If one of them requires grad, autograd requests a gradient. `attention` refuses arguments that are no tensors.
     needing = [x for x in (q, k, v) if isinstance(x, Tensor) and x.requires_grad]
     if is_paged and torch.is_grad_enabled() and needing:
         with torch.no_grad():
@@ -573,10 +574,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
 
 
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batch) -> tuple[Tensor, Tensor | None]:
-    """Return the bias of ALiBi, and by how much it raises each lse, in the shape of lse.
+    """Return the bias of ALiBi, and the amount by which it raises lse, in the shape of lse, or None for 0.
 
-    If a query attends to no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no
-    notice of the constant, so the bias has one value for each key.
+    If later keys are hidden, -slope * (i - j) is slope * j minus a constant of the row. The constant does not change
+    the softmax, so a bias with one value per key is enough, but it changes lse.
     """
     check_tensor("alibi_slopes", slopes)
     for name, x in (("q", q), ("k", k)):
@@ -599,17 +600,17 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         seqlen_k = integer("max_seqlen_k", batch.max_seqlen_k)
         offset = (batch.seqlens_k - (seqlen_q if batch.seqlens_q is None else batch.seqlens_q))[:, None]
     keys = torch.arange(seqlen_k, device=q.device, dtype=torch.float32)
-    place = torch.arange(seqlen_q, device=q.device)[None] + offset  # where the diagonal meets each query: (1 or S, Lq)
+    place = torch.arange(seqlen_q, device=q.device)[None] + offset  # the key aligned with each query: (1 or S, Lq)
     if not options.causal and options.window_size[1] != 0:
         return -slopes[:, :, None, None] * (place[:, None, :, None] - keys).abs(), None
-    last = seqlen_k - 1  # biases are small where keys are near to the last queries
+    last = seqlen_k - 1  # subtracted, so that the bias of keys near the last queries is small
     bias = slopes[:, :, None, None] * (keys - last)
     if not options.return_lse:
         return bias, None
     if batch.ends_q is None or batch.seqlens_k is None:
         return bias, slopes[:, :, None] * (place - last)[:, None]
     if entries == 0:
-        return bias, None  # no token has a sequence, and lse is -inf everywhere
+        return bias, None  # no token is in a sequence, and lse is -inf everywhere
     tokens = torch.arange(q.shape[0], device=q.device)
     owner = torch.searchsorted(batch.ends_q, tokens, right=True).clamp(max=entries - 1)  # its sequence
     place = tokens - batch.ends_q[owner] + batch.seqlens_k[owner]

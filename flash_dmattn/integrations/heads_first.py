@@ -1,4 +1,4 @@
-"""One call of attention with heads first, as most code outside of this library has it."""
+"""Attention for tensors with heads before tokens, the layout of most other code."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ def attend(
     rest: Rest = "auto",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute attention of tensors whose heads come before their tokens, with any number of masks and biases.
+    """Compute attention of tensors with heads before tokens, (..., H, L, D), with any number of masks and biases.
 
-    In other projects masks are floats and come as a list with biases. Masks and biases are not added here, so that no
-    sum has the size of all scores; several biases are. Nothing is copied on the way in, and the result is a transposed
-    view.
+    Other projects often pass float masks and biases as one list. Here biases are added to one another, but masks are
+    not added to them, which would make a tensor of the size of all scores. Inputs are not copied, and the result is a
+    transposed view.
 
-    Equivalent to `F.scaled_dot_product_attention(query, key, value, sum(biases) + sum(masks))`, but for rows without a
-    key, see `empty`.
+    Equivalent to `F.scaled_dot_product_attention(query, key, value, sum(biases) + sum(masks))`, except for rows without
+    a visible key, see `empty`.
 
     Args:
         query: (*batch, H, Lq, D); without batch dims (H, Lq, D).
         key, value: (*batch, Hk, Lk, D) and (*batch, Hk, Lk, Dv), where H is a multiple of Hk. The batch dims of all
             three broadcast.
-        biases: float tensors that broadcast to (*batch, H, Lq, Lk). They are added as they are.
-        masks: likewise, bool or float. Bool is True = attend. A float tensor without a gradient is split by
-            `flash_dmattn.masks.split_additive`, each by itself; one with a gradient is a bias.
+        biases: float tensors that broadcast to (*batch, H, Lq, Lk), added to the scores.
+        masks: tensors of such shapes, bool, True = attend, or float. Each float tensor without a gradient is split by
+            `flash_dmattn.masks.split_additive`; one with a gradient is a bias.
         scale: of the scores; None means D ** -0.5.
         is_causal: key j is visible to query i if j <= i + Lk - Lq.
         dropout_p: as in `flash_dmattn.attention`.
         below, empty, rest: as in `split_additive`, for float masks.
-        dtype: in which to compute: all tensors are cast to it, and autocast is off inside. By default tensors keep
+        dtype: the dtype to compute in: all tensors are cast to it, and autocast is off inside. By default tensors keep
             their dtypes, and autocast casts query, key, value and biases.
 
     Returns:
-        (*batch, H, Lq, Dv), in the dtype of `query` if there is `dtype`.
+        (*batch, H, Lq, Dv), with `dtype` cast back to the dtype of `query`.
 
     Raises:
-        TypeError: an argument has another type, as in `flash_dmattn.attention` and `split_additive`.
-        ValueError: shapes do not broadcast, or `below`, `empty` or `rest` is not one of these.
+        TypeError: an argument has the wrong type, as in `flash_dmattn.attention` and `split_additive`.
+        ValueError: shapes do not broadcast, or `below`, `empty` or `rest` has a wrong value.
 
     >>> import torch
     >>> from flash_dmattn.integrations import attend
@@ -69,7 +69,7 @@ def attend(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, pairs + padding), atol=1e-6)
     True
     """
-    parts: list[tuple[Tensor | None, Tensor | None]] = []  # of each mask: what is visible, what is added
+    parts: list[tuple[Tensor | None, Tensor | None]] = []  # for each mask: (bool mask, bias)
     for x in map(torch.atleast_2d, (masks,) if isinstance(masks, Tensor) else masks):
         if not x.is_floating_point():
             parts.append((x, None))
@@ -86,7 +86,7 @@ def attend(
     out_dtype = query.dtype
     if dtype is not None:
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    batch = batch_dims(query, key, value) or (1,)  # (heads, L, D) has none
+    batch = batch_dims(query, key, value) or (1,)  # (heads, L, D) has no batch dims
     q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (query, key, value))
     with nullcontext() if dtype is None else torch.autocast(query.device.type, enabled=False):
         out = attention(
@@ -111,7 +111,7 @@ def _joined(join: Callable[[Tensor, Tensor], Tensor], tensors: list[Tensor]) -> 
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that autocast gives a tensor. `attention` casts q, k and v; torch casts the mask as well."""
+    """Return the dtype to which autocast casts a tensor. `attention` casts only q, k and v; torch also casts masks."""
     kind = x.device.type
     if not x.is_floating_point() or x.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
         return x.dtype

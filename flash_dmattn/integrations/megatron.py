@@ -25,20 +25,20 @@ def run_fused_absorbed_sparse_attention(
     v_channels: int,
     topk_length: Tensor | None = None,
 ) -> Tensor | None:
-    """Attend from each query to its listed keys; Megatron calls it with its name.
+    """Attend from each query to its listed keys; Megatron calls this function by name.
 
-    Causality is up to the lists: Megatron's have no key of the future.
+    No causal mask is applied, because Megatron's lists have no later keys.
 
     Args:
         query: (Lq, B, H, D).
-        key: (Lk, B, 1, D), whose first `v_channels` are the values.
+        key: (Lk, B, 1, D); its first `v_channels` channels are the values.
         topk_indices: (B, Lq, K), -1 for no key.
         softmax_scale: of the scores.
         v_channels: the number of channels of a value.
-        topk_length: (B, Lq), how many entries of each list count.
+        topk_length: (B, Lq), the number of entries that count in each list.
 
     Returns:
-        (Lq, B, H, v_channels); None for other shapes, which Megatron then computes itself.
+        (Lq, B, H, v_channels); None for other shapes, for which Megatron uses its fallback.
     """
     if query.dim() != 4 or key.dim() != 4 or key.shape[2] != 1 or topk_indices.dim() != 3:
         return None

@@ -1,4 +1,4 @@
-"""NeMo on flash_dmattn: Conformer's attention with relative positions, whose padding is a mask and no score of -1e4."""
+"""NeMo on flash_dmattn: Conformer's attention with relative positions. Padding is a mask here, not a score of -1e4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "nemo.collections.asr.parts.submodules.multi_head_attention:RelPositionMu
 
 
 def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
-    # Their code controls what autocast may do.
+    # NeMo's context, which turns autocast to float16 off where NeMo requires it.
     autocast = originals[NAME].__globals__["avoid_float16_autocast_context"]
 
     def forward(
@@ -30,7 +30,7 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
         pos_emb: Tensor,
         cache: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend with scores (q + u) k + (q + v) r over sqrt(D), r of the positions; mask is True where hidden."""
+        """Attend with the scores ((q + u) k + (q + v) r) / sqrt(D), r from positions; mask is True for hidden keys."""
         key, value, query, cache = self.update_cache(key=key, value=value, query=query, cache=cache)
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = query.float(), key.float(), value.float()

@@ -1,4 +1,4 @@
-"""openfold3 on flash_dmattn: every call of its `_attention`, which triangles, pairs, MSA and diffusion share."""
+"""openfold3 on flash_dmattn: all calls of its `_attention`, for triangles, pairs, MSA and diffusion."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
     def attention(
         query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False
     ) -> Tensor:
-        if query.dim() < 4:  # global attention, whose keys have no heads
+        if query.dim() < 4:  # global attention: keys have no heads
             out: Tensor = originals[NAME](query, key, value, biases, use_high_precision)
             return out
         dtype = torch.promote_types(query.dtype, torch.float32) if use_high_precision else query.dtype
-        # The first one hides keys, inf * (mask - 1); later ones are made of pairs.
+        # The first one is a mask, inf * (mask - 1); the others are for pairs.
         return attend(query, key, value, biases[1:], masks=biases[:1], scale=1.0, empty=empty, rest="none", dtype=dtype)
 
     return {NAME: attention}

@@ -1,4 +1,4 @@
-"""openpi and lerobot on flash_dmattn: Gemma's `eager_attention_forward`, which their layers call by its name."""
+"""openpi and lerobot on flash_dmattn: Gemma's `eager_attention_forward`, which their layers call by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
     ) -> tuple[Tensor, None]:
         masks = [] if attention_mask is None else [attention_mask]
         dropout_p = dropout if module.training else 0.0
-        # Each mask is 0 or the lowest number; a new one comes with each step, and reading it would wait for the GPU.
+        # Masks are 0 or the lowest number, so the split leaves no bias. rest="auto" would wait for the GPU.
         out = attend(query, key, value, masks=masks, scale=scaling, dropout_p=dropout_p, empty=empty, rest="none")
         return out.transpose(1, 2).contiguous(), None
 

@@ -1,4 +1,4 @@
-"""Replace functions of an installed package by name, check that they are the ones we know, and put them back."""
+"""Replaces functions of an installed package by name, after a check of their sources, and restores them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .projects import PROJECTS
 
 __all__ = ["Patch"]
 
-_ABSENT = object()  # the original of an entry of a dict, or of an inherited attribute, that was not there
+_ABSENT = object()  # the original of an entry of a dict, or of an attribute, that its owner did not have
 
 
 class Patch:
-    """Functions of another package that are replaced while this is enabled.
+    """Replaces functions of another package while it is enabled.
 
     A name is "module:attribute", "module:Class.method", or "module:table[key]" for an entry of a dict.
 
     Args:
         project: a row of `flash_dmattn.integrations.projects.PROJECTS`, which has the digests of known sources.
-        make: returns the replacements by name, made from the originals by name and from `empty`.
+        make: make(originals, empty) -> replacements; both are dicts by name.
 
     >>> from flash_dmattn.integrations import Patch, attend
     >>> from flash_dmattn.integrations.projects import PROJECTS
@@ -37,24 +37,24 @@ class Patch:
     def __init__(self, project: str, make: Callable[[dict[str, Any], Empty], dict[str, Any]]) -> None:
         self._project, self._make = PROJECTS[project], make
         self._lock = threading.RLock()
-        self._holders: set[_Holder] = set()  # in force while there is one
+        self._holders: set[_Holder] = set()  # enabled while it is not empty
         self._empty: Empty = "softmax"
         self._replaced: list[tuple[str, Any, Any]] = []  # name, original, replacement
 
     def enable(self, *, empty: Empty = "softmax", unchecked: bool = False) -> _Holder:
-        """Replace the functions, for the process; in a `with`, until its end. Enabling twice changes nothing.
+        """Replace the functions in this process; in a `with` statement, until its end. It may be called repeatedly.
 
         Args:
-            empty: what a row of a float mask without a visible key is: see `flash_dmattn.masks.split_additive`.
-            unchecked: replace functions also where their sources are unknown.
+            empty: the result for a row of a float mask without a visible key: see `flash_dmattn.masks.split_additive`.
+            unchecked: replace functions also if their sources are unknown.
 
         Returns:
-            A context manager. After a `with` the functions are restored, unless somebody else has enabled them.
+            A context manager. After a `with` statement the functions are restored, unless another caller has enabled
+            them, too.
 
         Raises:
             ModuleNotFoundError: the package is not installed.
-            RuntimeError: a source is not one that the tests here ran with, or the adapter is enabled with another
-                `empty`.
+            RuntimeError: a source differs from the tested one, or the adapter is enabled with another `empty`.
         """
         if empty not in ("softmax", "zero"):
             raise ValueError(f"empty is {empty!r}; it needs to be 'softmax' or 'zero'")
@@ -71,7 +71,7 @@ class Patch:
             return holder
 
     def disable(self) -> None:
-        """Put the originals back, whoever has enabled the adapter; nothing happens if nobody has."""
+        """Restore the originals, whoever has enabled the adapter; without effect if it is not enabled."""
         with self._lock:
             self._holders.clear()
             self._restore()
@@ -118,7 +118,7 @@ class Patch:
 
 
 class _Holder:
-    """One call of `Patch.enable`."""
+    """The context manager that one call of `Patch.enable` returns."""
 
     def __init__(self, patch: Patch) -> None:
         self._patch = patch
@@ -132,16 +132,16 @@ class _Holder:
         self._patch._release(self)
 
 
-@functools.lru_cache(maxsize=64)  # a `with` around each step would read the sources again
+@functools.lru_cache(maxsize=64)  # for a `with` statement around each step
 def digest(function: Any) -> str:
-    """Return the first 12 digits of SHA-256 of a source; "absent" where there is no function of a name any more."""
+    """Return the first 12 digits of the SHA-256 of a function's source; "absent" if there is no such function."""
     if function is _ABSENT:
         return "absent"
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
 
 
 def _place(name: str) -> tuple[Any, Any]:
-    """Return the object that has an attribute or an entry, and its name or key there."""
+    """Split a name into the object that has the attribute or entry, and the attribute's name or the entry's key."""
     module, _, path = name.partition(":")
     path, _, key = path.partition("[")
     *owners, last = path.split(".")
@@ -152,14 +152,14 @@ def _place(name: str) -> tuple[Any, Any]:
         return owner, last
     table = getattr(owner, last)
     key = key.removesuffix("]")
-    return table, next((k for k in table if k == key), key)  # the member of an enum, whose hash is another
+    return table, next((k for k in table if k == key), key)  # by ==: a key may be an enum's member with another hash
 
 
 def _get(name: str) -> Any:
     owner, last = _place(name)
     if isinstance(owner, dict):
         return owner.get(last, _ABSENT)
-    return vars(owner).get(last, _ABSENT)  # without the binding of methods; no inherited one
+    return vars(owner).get(last, _ABSENT)  # not `getattr`, which binds methods and returns inherited ones
 
 
 def _set(name: str, value: Any) -> None:

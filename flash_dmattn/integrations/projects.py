@@ -1,4 +1,4 @@
-"""The projects that adapters serve: one table of versions, replaced sources and tests."""
+"""The projects that have adapters: one table of versions, replaced functions and tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Project(NamedTuple):
     Attributes:
         package: its name on PyPI.
         module: the package that is imported.
-        version: the version, or the commit of a checkout, that the tests here ran with.
-        digests: `patch.digest` of each function that the adapter replaces or relies on, by "module:name".
-        tests: the files of the project's tests that reach these functions, in a checkout or in the package.
+        version: the tested version, or commit.
+        digests: `patch.digest` of each function that the adapter replaces or depends on, by "module:name".
+        tests: the files of the project's tests that call these functions, in a checkout or in the package.
     """
 
     package: str

@@ -1,4 +1,4 @@
-"""Protenix on flash_dmattn: every call of its `_attention`, which tokens, triangles and windows of atoms share."""
+"""Protenix on flash_dmattn: all calls of its `_attention`, for tokens, triangles and windows of atoms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
             return out
         masks = [] if attn_bias is None else [attn_bias]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        # A bias of pairs is in the same tensor, so that something is always left.
+        # The tensor also has the bias of pairs, so the split always leaves a bias.
         return attend(q, k, v, masks=masks, scale=1.0, empty=empty, rest="keep", dtype=dtype)
 
     return {NAME: attention}

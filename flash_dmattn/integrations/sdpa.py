@@ -1,7 +1,7 @@
-"""F.scaled_dot_product_attention with a mask computed by flash_dmattn, inside of a `with`; docs/sdpa.md.
+"""`intercept_sdpa` computes calls of F.scaled_dot_product_attention with a mask by flash_dmattn; see docs/sdpa.md.
 
-`intercept_sdpa` puts a mode of torch in force that gets every call. `reason_to_pass_on` selects the calls that are
-computed here, and `heads_first.attend` turns such a call into one of `flash_dmattn.attention`.
+It enters a `TorchFunctionMode`, which gets every call. `reason_to_pass_on` selects the calls that are computed here,
+and `heads_first.attend` converts them to calls of `flash_dmattn.attention`.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from .heads_first import attend, autocast_dtype, batch_dims
 
 __all__ = ["intercept_sdpa"]
 
-SDPA = F.scaled_dot_product_attention  # the builtin, which torch hands to modes
+SDPA = F.scaled_dot_product_attention  # the builtin, which torch passes to modes as `func`
 NO_MASK = "no mask"
 
 
 class intercept_sdpa(ContextDecorator):
-    """Let `flash_dmattn.attention` compute every F.scaled_dot_product_attention with a mask, in this thread and task.
+    """Compute every F.scaled_dot_product_attention with a mask by `flash_dmattn.attention`, in this thread and task.
 
-    It reaches code that nobody can edit: direct calls, names that were imported earlier, `nn.MultiheadAttention`,
-    `nn.TransformerEncoderLayer`, and code that `torch.compile` has compiled or will compile. Torch computes calls
-    without a mask, for which it has kernels, and calls that `flash_dmattn.attention` does not serve. Contexts nest, one
-    object may be entered again, and the innermost one counts.
+    It works without editing the calling code: for direct calls, names that were imported earlier,
+    `nn.MultiheadAttention`, `nn.TransformerEncoderLayer`, and code that `torch.compile` has compiled or will compile.
+    Torch computes calls without a mask, for which it has kernels, and calls that `flash_dmattn.attention` does not
+    support. Contexts may be nested, also with one object; the innermost one counts.
 
     Args:
-        strict: raise where torch would compute a call with a mask.
+        strict: raise an error if torch would compute a call with a mask.
         below: split float masks that have no gradient by `flash_dmattn.masks.split_additive`: values at or below this
             number, such as -1e3, hide keys. None leaves float masks as biases.
 
     Returns:
-        A context manager that gives a `Tally`, which counts calls and prints as a table.
+        A context manager. Its `with ... as tally` is a `Tally`, which counts calls and prints as a table.
 
     Raises:
         TypeError: strict is no bool, or `below` no number.
         ValueError: `below` is not negative.
-        NotImplementedError: inside, under `strict`: the reason why a call is not served.
+        NotImplementedError: inside, with `strict`: the reason why a call is not supported.
 
-    Equivalent to the call of torch but for rows without a key: here they and their gradients are 0, while torch's
-    kernels make 0 or NaN. A float mask gets its gradient, accumulated in fp32.
+    Equivalent to the call of torch except for rows without a visible key: here they and their gradients are 0, while
+    torch's kernels return 0 or NaN. A float mask gets its gradient, accumulated in fp32.
 
     >>> import torch, torch.nn.functional as F
     >>> from flash_dmattn.integrations.sdpa import intercept_sdpa
@@ -85,7 +85,7 @@ class intercept_sdpa(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The last one of this task: another task may have entered the same object later, and not have left it yet.
+        # The last entry of this task: another task may have entered the same object later, and still be inside.
         own = [entry for entry in _task_entries.get() if entry in self._entries]
         entry = own[-1] if own else self._entries[-1]
         self._entries.remove(entry)
@@ -99,11 +99,11 @@ class intercept_sdpa(ContextDecorator):
 
 
 class Tally:
-    """Counts of the calls of F.scaled_dot_product_attention in one `with`; prints as a table.
+    """Counts of the calls of F.scaled_dot_product_attention in one `with` statement; prints as a table.
 
     Attributes:
         served: number of calls that `flash_dmattn.attention` computed.
-        passed_on: number of calls that torch computed, by reason; printed from the most frequent on.
+        passed_on: number of calls that torch computed, by reason; the most frequent is printed first.
 
     Calls in compiled code are not counted: counting would be a side effect of the graph.
 
@@ -119,10 +119,10 @@ class Tally:
     def __init__(self) -> None:
         self.served = 0
         self.passed_on: Counter[str] = Counter()
-        self._lock = threading.Lock()  # backward passes that recompute have threads of their own
+        self._lock = threading.Lock()  # backward passes that recompute run in other threads
 
     def count(self, reason: str | None) -> None:
-        """Count one call; `reason` is why torch computes it, None where it does not."""
+        """Count one call; `reason` is why torch computes it, None if flash_dmattn does."""
         if torch.compiler.is_compiling():
             return
         with self._lock:
@@ -141,31 +141,31 @@ class Tally:
 
 
 class _Entry:
-    """One `with`, from where it is entered to where it is left."""
+    """One `with` statement, from entry to exit."""
 
     def __init__(self, strict: bool, below: float | None, mode: _Interception) -> None:
         self.strict, self.below, self.mode, self.tally = strict, below, mode, Tally()
 
 
-# The entries of this thread, or of this task of asyncio, the innermost last. A task that was started inside of one has
-# a copy, which may hold entries that have been left meanwhile.
+# The entries of this thread or asyncio task, the innermost last. A task that was started inside of an entry has a copy,
+# which may contain entries that have ended meanwhile.
 _task_entries: ContextVar[tuple[_Entry, ...]] = ContextVar("intercept_sdpa", default=())
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # As attributes of the object: a compiler guards reads of a class attribute that the graph then hides.
+        # Attributes of the object, not of the class: a compiler would guard on the class attribute.
         self.mode: _Interception | None = None  # on the stack of torch while a context is open in the thread
-        self.passes_on = False  # whether a call is on its way to torch
+        self.passes_on = False  # whether a call is being passed on to torch
 
 
 _thread = _Thread()
 
 
 class _Interception(TorchFunctionMode):
-    """The mode that takes calls of the builtin, under any name; one mode is enough for all contexts of a thread.
+    """The mode that gets calls of the builtin, under any name. All contexts of a thread use one mode.
 
-    Torch's stack of modes belongs to the thread, and tasks that take turns may leave their contexts in any order.
+    Torch's stack of modes belongs to the thread, but asyncio tasks may leave their contexts in any order.
     """
 
     def __init__(self, thread: int) -> None:
@@ -191,9 +191,9 @@ class _Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def enter(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that torch has handed over as a whole, with this mode on inside of it.
+        """Call a function that torch has passed to the mode as a whole, with the mode active inside of it.
 
-        Torch switches a mode off while it handles a call, and a plain call of the function would ask the mode again.
+        Torch disables a mode while it handles a call, and with the mode on the function would pass itself on again.
         """
         self.entered.append(func)
         try:
@@ -203,8 +203,8 @@ class _Interception(TorchFunctionMode):
             self.entered.remove(func)
 
     def entry(self) -> _Entry | None:
-        """Find the context that a call here belongs to; None where this task has none open."""
-        # A compiler reads no context variables, and threads of autograd only have the modes of the caller.
+        """Find the context of a call here; None if this task has no open one."""
+        # A compiler cannot trace context variables, and threads of autograd only inherit the modes of the caller.
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return self.entries[-1] if self.entries else None
         return next((entry for entry in reversed(_task_entries.get()) if entry in self.entries), None)
@@ -220,7 +220,7 @@ class _Interception(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        entry = None if _thread.passes_on else self.entry()  # None too where a mode above has passed the call on
+        entry = None if _thread.passes_on else self.entry()  # None also if an outer mode has passed the call on
         if entry is None:
             return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         reason = reason_to_pass_on(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -241,12 +241,12 @@ class _Interception(TorchFunctionMode):
             _thread.passes_on = False
 
 
-# The names by which functions of torch ask whether to hand themselves over.
+# Functions that torch's Python functions call to find out whether to pass themselves to a mode.
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 class _Names(dict[str, Any]):
-    """The globals of a module as they are at each look-up, but for the names that are its own."""
+    """The current globals of a module, with some names replaced."""
 
     def __init__(self, others: dict[str, Any], own: dict[str, Any]) -> None:
         super().__init__(own)
@@ -257,28 +257,28 @@ class _Names(dict[str, Any]):
 
 
 def _unasked(func: Any) -> Any:
-    """Copy a function as one that does not ask whether to hand itself over."""
+    """Copy a function of torch, without the check by which it passes itself to a mode."""
     names = _Names(func.__globals__, dict.fromkeys(_QUESTIONS, lambda *_: False))
     unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     unasked.__kwdefaults__ = func.__kwdefaults__
     return unasked
 
 
-# Functions that torch hands over as a whole, and that run attention inside: their own, or calls that a backward pass
-# computes again.
+# Functions that torch passes to modes as a whole, and that run attention inside: directly, or by recomputing in a
+# backward pass.
 _UNASKED: dict[Any, Any] = {
     func: _unasked(func)
     for func in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
 
-# torch.compile does not look into F.multi_head_attention_forward: inside of a context and outside it would be the same
-# node of a graph, and compiled graphs are kept on disk. So it gets a node of another name.
+# torch.compile does not trace into F.multi_head_attention_forward: its graph node would be the same inside and outside
+# of a context, and compiled graphs are cached on disk. So inside it gets a node of another name.
 @torch.compiler.allow_in_graph
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    """Run `F.multi_head_attention_forward` under a mode that belongs to no thread, and whose counts nobody reads.
+    """Run `F.multi_head_attention_forward` under a new mode, which belongs to no thread; its counts are dropped.
 
-    The mode is not strict, because flash_dmattn takes every mask that this function passes on.
+    The mode is not strict, because flash_dmattn supports every mask of this function.
     """
     mode = _Interception(thread=0)
     mode.entries.append(_Entry(False, None, mode))
@@ -288,7 +288,7 @@ def _traced(*args: Any, **kwargs: Any) -> Any:
 class _FastPath:
     """Torch's switch for the fast path of nn.TransformerEncoderLayer, off while a context of any thread is open.
 
-    A compiler does not see that a mode switches the fast path off, and all threads share the switch.
+    The switch is global. A mode alone would disable the fast path, too, but not in compiled code.
     """
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ class _FastPath:
         self._contexts, self._before = 0, True
 
     def close(self) -> None:
-        """Switch it off, for one context more."""
+        """Switch it off, and count one more open context."""
         with self._lock:
             self._contexts += 1
             if self._contexts == 1:
@@ -304,7 +304,7 @@ class _FastPath:
                 torch.backends.mha.set_fastpath_enabled(False)
 
     def open(self) -> None:
-        """Switch it back to what it was, for the last context."""
+        """Count one open context less; after the last one, restore the switch."""
         with self._lock:
             self._contexts -= 1
             if self._contexts == 0:
@@ -323,9 +323,9 @@ def _refusal(reason: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: 
 def reason_to_pass_on(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> str | None:
-    """Return why torch computes a call of F.scaled_dot_product_attention with these arguments; None where we do.
+    """Return why torch computes a call of F.scaled_dot_product_attention; None if flash_dmattn computes it.
 
-    Wrong calls are passed on too: the message of torch tells what is wrong.
+    Invalid calls are passed on, too, so that torch raises its error.
     """
     if attn_mask is None:
         return NO_MASK
@@ -349,7 +349,7 @@ def reason_to_pass_on(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Return whether operators of this library see the tensor itself; not if it is nested, distributed or the like."""
+    """Return whether this is an ordinary tensor: no nested or distributed one, and no other wrapper."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # Dynamo before 2.12 cannot compare functions
         if type(x).__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
             return False
@@ -369,7 +369,7 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 def _mask_fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
-    """Return whether the mask broadcasts to the scores; one with more dims would make the result larger."""
+    """Return whether the mask broadcasts to the scores without enlarging them."""
     if mask.dim() > len(scores):
         return False
     return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(scores)))

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # On first use: a tenth of the time that importing flash_dmattn may take, for what not every program uses.
+    # At first use: it takes a tenth of the time that importing flash_dmattn may take, and not every program needs it.
     if name == "PreparedMask":
         from .prepared import storage
 
@@ -52,9 +52,9 @@ def __getattr__(name: str) -> object:
 
 
 def _restore(form: str, values: dict[str, Any]) -> "PreparedMask":
-    """Make a prepared mask of its fields again, for `torch.load` and pickle.
+    """Make a prepared mask from its fields, for `torch.load` and pickle.
 
-    It is defined here, since a program that has only imported `flash_dmattn` can read the file of a mask.
+    It is defined here, so that a program that has only imported `flash_dmattn` can load a mask.
     """
     from .prepared.storage import PreparedMask
 

@@ -1,4 +1,4 @@
-"""Check the arguments of mask builders, and bring masks of different broadcast shapes to common ones."""
+"""Checks the arguments of mask builders, and brings masks of different broadcast shapes to a common shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
 def integer(name: str, value: int, minimum: int = 0) -> int:
-    """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
+    """Return `value`, an int of at least `minimum`; a `torch.SymInt` stays one."""
     if not is_int(value):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}")
     if value < minimum:
@@ -36,7 +36,7 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
 
 
 def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = None) -> Tensor:
-    """Return `value` as a tensor, on a device if one is named; a tensor never follows torch's default device."""
+    """Return `value` as a tensor, on `device` if there is one; a tensor is not moved to torch's default device."""
     if isinstance(value, Tensor):
         return value if device is None else value.to(device)
     try:
@@ -48,10 +48,10 @@ def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = No
 
 
 def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor:
-    """Return `value` as an integer tensor whose rank is one of `ndims`."""
+    """Return `value` as an integer tensor; its rank needs to be one of `ndims`."""
     tensor = as_tensor(name, value)
     if not isinstance(value, Tensor) and tensor.numel() == 0:
-        tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
+        tensor = tensor.to(torch.int64)  # torch makes a float tensor from an empty list
     if tensor.dim() not in ndims:
         needs = " or ".join(f"{n}-D" for n in ndims)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}")
@@ -97,7 +97,7 @@ def lengths_within(name: str, lengths: Tensor, maximum: int | None = None) -> No
 
 
 def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
-    """Repeat key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
+    """Bring all head dims to 1 or the largest, Hq: query head h gets key-value head h // G."""
     num_heads = max(t.size(1) for t in tensors)
     aligned = []
     for tensor, name in zip(tensors, names, strict=True):
@@ -132,7 +132,7 @@ def common_shape(tensors: list[Tensor], names: list[str]) -> tuple[int, int, int
 
 
 def pad(x: Tensor, counts: tuple[int, ...], value: int = 0) -> Tensor:
-    """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses.
+    """Pad as `F.pad(x, counts, value=value)` does, which in PyTorch 2.9 refuses a tensor with an empty dim.
 
     >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()
     [[False, False, False], [False, False, False]]

@@ -1,4 +1,4 @@
-"""Masks seen as tiles: counting them, expanding block masks, smoothing to blocks, statistics."""
+"""Masks in tiles: counts per tile, expanding of block masks, smoothing to blocks, statistics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..problem import check_flag, collapse
 from .arguments import bool_mask, common_shape, integer, pad, pair
 from .builders import causal_mask, combine
 
-# Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
+# Elements summed at once, to bound memory: padding copies them, and on CPU a sum in another dtype converts them first.
 CHUNK_ELEMENTS = 1 << 24
 
 
 def tile_counts(mask: Tensor, block_size: tuple[int, int]) -> Tensor:
     """Count the True of each tile of a (..., Lq, Lk) mask: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
     *lead, seqlen_q, seqlen_k = mask.shape
-    if torch.compiler.is_compiling():  # which fuses what is copied here, and would bind the sizes by the chunks
+    if torch.compiler.is_compiling():  # a compiler fuses the copies, and chunks would specialise the graph on sizes
         return _tile_counts(mask, block_size)
-    # A tile larger than the mask is one tile of its size, for which nothing is padded.
+    # Tiles larger than the mask are cut to its size, so that no padding is needed.
     block_q, block_k = block_size = min(block_size[0], max(seqlen_q, 1)), min(block_size[1], max(seqlen_k, 1))
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     counts = torch.empty(*lead, tiles_q, tiles_k, dtype=torch.int32, device=mask.device)
@@ -33,13 +33,13 @@ def tile_counts(mask: Tensor, block_size: tuple[int, int]) -> Tensor:
 
 
 def _tile_counts(rows: Tensor, block_size: tuple[int, int]) -> Tensor:
-    """Count the True of some whole rows of tiles, all at once."""
+    """Count the True of each tile, without chunks; used on whole rows of tiles."""
     block_q, block_k = block_size
     seqlen_q, seqlen_k = rows.shape[-2:]
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     padded = pad(rows, (0, tiles_k * block_k - seqlen_k, 0, tiles_q * block_q - seqlen_q))
     tiles = padded.unflatten(-1, (tiles_k, block_k)).unflatten(-3, (tiles_q, block_q))
-    # Bytes summed in bytes run 25 times faster on CPU than bool summed in int32; up to 255 rows cannot overflow.
+    # A sum of uint8 in uint8 is 25 times faster on CPU than a sum of bool in int32; 255 rows cannot overflow it.
     column_sum = torch.uint8 if block_q <= 255 else torch.int32
     return tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)
 
@@ -54,10 +54,10 @@ def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device
 
 
 def expand_blocks(block_mask: Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Expand a block mask to tokens: every token pair of a True block attends.
+    """Expand a block mask to tokens: every pair of a query and a key in a True block is True.
 
     Equivalent to `block_mask.repeat_interleave(bq, -2).repeat_interleave(bk, -1)[..., :seqlen_q, :seqlen_k]`.
-    Block masks know nothing of positions inside a block: add `is_causal=True` or a mask where that matters.
+    A block mask does not distinguish positions inside a block: pass `is_causal=True` or a second mask for that.
 
     Args:
         block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
@@ -69,7 +69,7 @@ def expand_blocks(block_mask: Tensor, block_size: int | tuple[int, int], seqlen_
 
     Raises:
         TypeError: `block_mask` is not bool, or a size is not an int.
-        ValueError: the number of blocks does not fit the lengths.
+        ValueError: the number of blocks is neither 1 nor the number that the lengths need.
 
     Example:
         >>> expand_blocks(torch.tensor([[True, False], [True, True]]), 2, 3, 4)[0, 0].int()
@@ -88,7 +88,7 @@ def expand_blocks(block_mask: Tensor, block_size: int | tuple[int, int], seqlen_
 
 
 def check_blocks(block_mask: Tensor, name: str, number: int, length: int, block: int) -> None:
-    """Refuse a block mask that has another number of blocks than 1 or so many as a length needs."""
+    """Refuse a number of blocks that is neither 1 nor the number that a length needs."""
     needed = -(-integer(name, length) // block)
     if number not in (1, needed):
         raise ValueError(
@@ -100,16 +100,16 @@ def check_blocks(block_mask: Tensor, name: str, number: int, length: int, block:
 def smooth_blocks(
     mask: Tensor, block_size: int | tuple[int, int], *, is_causal: bool = False, allowed: Tensor | None = None
 ) -> Tensor:
-    """Make whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
+    """Set each tile of a mask to the majority of its allowed positions, so that kernels skip more tiles.
 
-    A tile attends where more than half of the positions that causality and `allowed` leave in it are True. The
-    result stays inside the allowed set, and a row that would lose its last key keeps the keys it had.
+    A tile becomes True if more than half of its positions that causality and `allowed` permit are True. The result
+    is never True outside of these, and a row that would lose all its keys is not changed.
 
     Args:
-        mask: bool tensor of 2 to 4 dims, (..., Lq, Lk); a size of 1 counts as the length that `allowed` has.
-        block_size: tokens per tile, one int or (bq, bk); (1, bk) smooths each row by itself.
-        is_causal: never attend past key i + Lk - Lq, and count no position past it.
-        allowed: bool tensor broadcastable with `mask`; never attend outside it.
+        mask: bool tensor of 2 to 4 dims, (..., Lq, Lk); a size of 1 is expanded to the length of `allowed`.
+        block_size: tokens per tile, one int or (bq, bk); (1, bk) smooths each row separately.
+        is_causal: whether only keys up to i + Lk - Lq are permitted.
+        allowed: bool tensor broadcastable with `mask`, True for permitted positions.
 
     Returns:
         4-D bool tensor of the broadcast shape.
@@ -126,11 +126,11 @@ def smooth_blocks(
     blocks = pair("block_size", block_size, 1)
     check_flag("is_causal", is_causal)
     operands = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
-    # One head of each: grouped heads are for combine to align.
+    # Only lengths are compared, with one head of each: `combine` aligns grouped heads.
     seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in operands], [name for name, _ in operands])[2:]
     limit = combine(allowed, causal_mask(seqlen_q, seqlen_k, device=mask.device) if is_causal else None)
     kept = mask if limit is None else combine(mask, limit)
-    assert kept is not None  # a mask went in
+    assert kept is not None  # because mask is a tensor
     kept = kept.expand(*kept.shape[:2], seqlen_q, seqlen_k)
     if limit is None:
         possible = tile_sizes(seqlen_q, seqlen_k, blocks, mask.device)
@@ -151,12 +151,12 @@ class MaskStats:
     """How sparse a mask is, for tokens, tiles and rows.
 
     Attributes:
-        shape: the (batch, heads, seqlen_q, seqlen_k) that was counted.
+        shape: (batch, heads, seqlen_q, seqlen_k) of the mask.
         block_size: (queries, keys) of a tile.
-        density: fraction of positions that attend.
-        active_tile_fraction: fraction of tiles with at least one attending position: what a kernel computes.
-        full_tile_fraction: fraction of tiles in which every position attends: no mask needed inside.
-        empty_rows: number of rows, over batch and heads, with nothing to attend to.
+        density: fraction of positions that are True.
+        active_tile_fraction: fraction of tiles with at least one True: the tiles that a kernel computes.
+        full_tile_fraction: fraction of tiles that are all True: a kernel does not apply the mask there.
+        empty_rows: number of rows, over batch and heads, without a visible key.
     """
 
     shape: tuple[int, int, int, int]
@@ -186,13 +186,13 @@ def mask_stats(
     Args:
         mask: bool tensor of 2 to 4 dims.
         block_size: tokens per tile, one int or (queries, keys); tiles at the end may be smaller.
-        seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
+        seqlen_q, seqlen_k: lengths to which a size of 1 is expanded.
 
     Returns:
-        MaskStats. Fractions of nothing (a length of 0) are 0.
+        MaskStats. Fractions are 0 if a length is 0.
 
     Raises:
-        TypeError, ValueError: not a bool mask, a block size below 1, lengths that do not fit.
+        TypeError, ValueError: not a bool mask, a block size below 1, or lengths other than the sizes of the mask.
 
     Example:
         >>> from flash_dmattn.masks import causal_mask
@@ -203,7 +203,7 @@ def mask_stats(
     blocks = pair("block_size", block_size, 1)
     full = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
     batch, num_heads, length_q, length_k = full.shape
-    # Batch and heads that were expanded are equal: count one and multiply.
+    # Expanded batch entries and heads are equal: count one, and multiply.
     one = collapse(full, dims=(0, 1))
     copies = batch * num_heads // max(1, one.size(0) * one.size(1))
     counts = tile_counts(one, blocks)
@@ -221,7 +221,7 @@ def mask_stats(
 
 
 def expand_lengths(mask: Tensor, seqlen_q: int | None, seqlen_k: int | None) -> Tensor:
-    """Expand the query and key dims of a 4-D mask to the real lengths, without a copy."""
+    """Expand query and key dims of size 1 of a 4-D mask to the lengths, without a copy."""
     for dim, name, length in ((2, "seqlen_q", seqlen_q), (3, "seqlen_k", seqlen_k)):
         if length is None:
             continue

@@ -35,10 +35,10 @@ def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[Tensor, Te
 
 
 def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
-    """Let each query see the keys up to its own position, the last query all of them (bottom-right aligned).
+    """Let each query see the keys up to its position, the last query all of them (bottom-right aligned).
 
-    Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention` takes
-    `is_causal=True` instead, which costs no memory; this tensor is for combining and for looking at.
+    Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention(..., is_causal=True)`
+    does the same without memory; this tensor is for `combine`, and to look at.
 
     Args:
         seqlen_q, seqlen_k: number of queries and keys. With more queries than keys the first rows are empty.
@@ -59,10 +59,10 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
 
 
 def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None) -> Tensor:
-    """Let each query see `left` keys before its position, its own key, and `right` keys after it.
+    """Let each query see the key at its position, `left` keys before it and `right` keys after it.
 
-    Query i is aligned with key p = i + seqlen_k - seqlen_q, with p - left <= j <= p + right. `(-1, 0)` is
-    the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
+    Query i is at position p = i + seqlen_k - seqlen_q; key j is visible if p - left <= j <= p + right. `(-1, 0)` is
+    the causal mask. `attention(..., window_size=(left, right))` does the same without memory.
 
     Args:
         seqlen_q, seqlen_k: number of queries and keys.
@@ -98,22 +98,22 @@ def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, in
 def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     """Number the document of each position of a packed sequence, from the lengths of the documents.
 
-    Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, filled up to `total_length` with -1,
-    the id that attends to nothing.
+    Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, padded to `total_length` with -1, the id of
+    padding.
 
     Args:
-        lengths: integer tensor or list, (n,), or (B, n) with another packing in each batch element. A length
-            of 0 is a document without tokens, so shorter rows of a batch are filled with zeros.
-        total_length: length of the packed sequence; by default the (longest) sum, which has to be read from
-            the device. Give it to build the ids on a GPU without waiting for it.
+        lengths: integer tensor or list, (n,), or (B, n) for a batch with different documents. A length of 0 is a
+            document without tokens, so shorter rows of a batch can be filled with zeros.
+        total_length: length of the packed sequence. By default it is the (longest) sum, for which the device is waited
+            for; pass it to avoid that on a GPU.
 
     Returns:
-        int64 tensor (total_length,) or (B, total_length): 0 to n - 1, and -1 past the last document.
+        int64 tensor (total_length,) or (B, total_length): 0 to n - 1, and -1 after the last document.
 
     Raises:
         TypeError: `lengths` is not integer.
         ValueError: `lengths` has another rank or a negative length, or sums to more than `total_length`. On an
-            accelerator values are not looked at: a negative length counts as 0 and a length that is too long as seqlen.
+            accelerator values are not checked: a negative length counts as 0, and ids end at `total_length`.
 
     Example:
         >>> document_ids([2, 0, 3], total_length=6)
@@ -128,24 +128,24 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     elif longest > integer("total_length", total_length):
         raise ValueError(f"lengths sum to {longest}, more than total_length = {total_length}")
     positions = torch.arange(total_length, device=ends.device).expand(*ends.shape[:-1], total_length).contiguous()
-    # right=True steps over documents of length 0, whose end is the end of the one before.
+    # right=True skips documents of length 0, which end where the one before ends.
     ids = torch.searchsorted(ends, positions, right=True)
     return ids.masked_fill(ids == ends.size(-1), -1)
 
 
 def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
-    """Let each query see the keys of its own document.
+    """Let each query see the keys of its document.
 
     Equivalent to `(ids[:, :, None] == ids_k[:, None, :]) & (ids >= 0)[:, :, None]`. Combine it with a causal
     mask, or call `attention(..., is_causal=True)`, for packed language modelling.
 
     Args:
         ids: integer tensor or list, (Lq,) or (B, Lq): the document of each query, for instance from
-            `document_ids(lengths)`. Negative ids are padding: such a query has no keys, and such a key no queries.
+            `document_ids(lengths)`. Negative ids are padding: the mask is False for such queries, and for such keys.
         ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
 
     Returns:
-        Bool tensor (1, 1, Lq, Lk), or (B, 1, Lq, Lk) where ids depend on the batch.
+        Bool tensor (1, 1, Lq, Lk), or (B, 1, Lq, Lk) if ids or ids_k have a batch dim.
 
     Raises:
         TypeError: ids are not integer.
@@ -163,7 +163,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
 
 
 def same_document(ids_q: Tensor, ids_k: Tensor) -> Tensor:
-    """Compare the documents (B, Lq) of queries and (B, Lk) of keys; negative ones equal none: bool (B, 1, Lq, Lk)."""
+    """Compare the ids (B, Lq) of queries and (B, Lk) of keys, where negative ones match none: bool (B, 1, Lq, Lk)."""
     mask = ids_q[:, :, None] == ids_k[:, None, :]
     mask &= (ids_q >= 0)[:, :, None]
     return mask[:, None]
@@ -188,7 +188,7 @@ def padding_mask(
     side: Literal["right", "left"] = "right",
     device: Device = None,
 ) -> Tensor:
-    """Hide the keys of padding, from lengths or from a 0/1 mask as tokenizers return it.
+    """Hide the keys of padding, which are passed as lengths or as a 0/1 mask of a tokenizer.
 
     Equivalent to `(torch.arange(seqlen) < lengths[:, None])[:, None, None]`, or to `mask.bool()[:, None, None]`.
 
@@ -243,12 +243,12 @@ def padding_mask(
 
 
 def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
-    """Let every query see the whole prefix; past the prefix the mask is causal (bottom-right aligned).
+    """Let every query see the whole prefix; after the prefix the mask is causal (bottom-right aligned).
 
     Equivalent to `causal_mask(seqlen_q, seqlen_k) | padding_mask(prefix_lengths, seqlen_k)`.
 
     Args:
-        prefix_lengths: number of keys in the prefix, one int or (B,) of them.
+        prefix_lengths: number of keys in the prefix, one int or (B,) integers.
         seqlen_q, seqlen_k: number of queries and keys.
         device: where to put the mask; by default where `prefix_lengths` is.
 
@@ -256,8 +256,8 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
         Bool tensor (1, 1, seqlen_q, seqlen_k) for one int, (B, 1, seqlen_q, seqlen_k) otherwise.
 
     Raises:
-        TypeError, ValueError: lengths that are not integers >= 0, or a prefix longer than `seqlen_k` (tensors on
-            an accelerator are not looked at).
+        TypeError, ValueError: lengths that are not integers >= 0, or a prefix longer than `seqlen_k` (not checked for
+            tensors on an accelerator).
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 3.2.1.
 
@@ -273,15 +273,15 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
     prefix = prefix if device is None else prefix.to(device)
     rows, keys = _positions(seqlen_q, seqlen_k, prefix.device)
     lengths_within("prefix_lengths", prefix, seqlen_k)
-    # One comparison: a key is seen when it is below the row's own limit or below the prefix.
+    # One comparison: a key is visible if it is below the causal limit of the row or below the prefix.
     limit = torch.maximum(rows + 1, prefix[:, None, None])
     return (keys < limit)[:, None]
 
 
 def threshold_mask(scores: Tensor, threshold: float = 0.0) -> Tensor:
-    """Let each query see the keys whose score is above a threshold (the "relu" mask with threshold 0).
+    """Let each query see the keys with a score above a threshold (the "relu" mask with threshold 0).
 
-    Equivalent to `scores > threshold`; NaN is never above. It may leave rows empty, whose output is 0.
+    Equivalent to `scores > threshold`; NaN is never above. Rows may be empty; their output is 0.
 
     Args:
         scores: float tensor of 0 to 4 dims, broadcastable to (B, H, Lq, Lk) from the right.
@@ -302,19 +302,19 @@ def threshold_mask(scores: Tensor, threshold: float = 0.0) -> Tensor:
 
 
 def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor | None:
-    """Make one mask of several: attend where all of them do (`"and"`) or where any does (`"or"`).
+    """Combine masks into one: attend where all of them do (`"and"`) or where any does (`"or"`).
 
     Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as
-    size 1, so that the result is as small as it can be. Masks over key-value heads meet masks over query heads: with
-    Hq = G * Hk, query head h takes key-value head h // G.
+    size 1, so that the result is as small as possible. Masks per key-value head can be combined with masks per query
+    head: with Hq = G * Hk, query head h gets the mask of key-value head h // G.
 
     Args:
-        masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
-            means "attend everywhere": it has no effect in `"and"` and is the result of `"or"`.
+        masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right. None means "attend
+            everywhere": it has no effect with `"and"`, and is the result of `"or"`.
         op: `"and"` or `"or"`.
 
     Returns:
-        A 4-D bool tensor, or None where nothing is masked (all are None, or one is under `"or"`).
+        A 4-D bool tensor. None if all masks are None, or with `"or"` if one is.
 
     Raises:
         TypeError: a mask is not a bool tensor, or none is passed.
@@ -341,8 +341,8 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
         check_device(name, tensor.device, tensors[0].device, names[0])
     tensors = align_heads(tensors, names)
     common_shape(tensors, names)
-    # Small masks first: the full-size product then happens once, at the end. A compiler, which fuses it, need not bind
-    # sizes by comparing them.
+    # Small masks first, so that only the last operation has the full size. Not in a compiler, which fuses them: the
+    # comparison would specialise the graph on sizes.
     if not torch.compiler.is_compiling():
         tensors.sort(key=torch.numel)
     return reduce(torch.logical_and if op == "and" else torch.logical_or, tensors)

@@ -1,4 +1,4 @@
-"""`IndexScores`: the scores of a selector of keys, without a tensor of queries times keys."""
+"""`IndexScores`: the scores by which an indexer selects keys, without an (Lq, Lk) tensor."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IndexScores:
-    """Scores of queries and keys by a few narrow heads, weighted and added: a selector of keys, as in DeepSeek's.
+    """Scores of an indexer, which selects keys as in DeepSeek-V3.2: weighted sums over small heads.
 
     Equivalent PyTorch::
 
         products = scale * torch.einsum("bihd,bjd->bihj", q, k)
         scores = (weights[..., None] * (products.relu() if relu else products)).sum(2)  # (*batch, Lq, Lk)
 
-    `PreparedMask.from_topk_lists` chooses keys by it, and `at` returns the scores of those, with gradients.
+    `PreparedMask.from_topk_lists` chooses keys by them, and `at` returns the scores of these keys, with gradients.
 
     Attributes:
-        q: (*batch, Lq, H, D), float; where lists are for blocks of queries, one row for each block.
-        k: (*batch, Lk, D), of the dtype and device of q; where lists are of blocks of keys, one row for each block.
+        q: (*batch, Lq, H, D), float. With lists for blocks of queries, one row for each block.
+        k: (*batch, Lk, D), in the dtype and on the device of q. With lists of blocks of keys, one row for each block.
         weights: (*batch, Lq, H), float.
         relu: whether negative products count as 0.
         scale: factor of the products; None means D ** -0.5.
 
     Raises:
-        TypeError: a tensor is of another type or dtype.
-        ValueError: shapes or devices do not fit.
+        TypeError: a tensor has another type or dtype.
+        ValueError: shapes or devices differ.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, the indexer.
 
@@ -81,26 +81,26 @@ class IndexScores:
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
-        """The dims in front of queries."""
+        """The batch dims of q, which come before its queries."""
         return tuple(self.q.shape[:-3])
 
     def at(self, lists: PreparedMask) -> Tensor:
-        """Return the scores of the keys that lists name, with gradients of q, k and weights.
+        """Return the scores of the keys in lists, with gradients of q, k and weights.
 
-        It recomputes products in the backward pass, a part of the queries at a time, and keeps none, except under
-        transforms of `torch.func`, which refuse checkpoints. Gradients are sums in a fixed order.
+        Products are not saved: the backward pass recomputes them in chunks of queries, except under transforms of
+        `torch.func`, which refuse checkpoints. Gradients are summed in a fixed order.
 
         Args:
-            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads. If they are for
-                packed sequences, they name single keys; q, k and weights are then of all tokens, with a batch of 1.
+            lists: from `PreparedMask.from_topk_lists`, or from `from_lists` with one list for all heads. Lists for
+                packed sequences need to be of single keys; q, k and weights then have all tokens, with a batch of 1.
 
         Returns:
-            (*batch, 1, R, K), in the dtype of q, for `biases.ListBias`; 0 where a list has no key. R is the number of
-            lists, K of their entries.
+            (*batch, 1, R, K), in the dtype of q, for `biases.ListBias`: R lists with K entries each; 0 for an entry
+            without a key.
 
         Raises:
-            TypeError: no lists.
-            ValueError: they are for other numbers of queries or keys, or differ by head.
+            TypeError: `lists` is no mask of lists.
+            ValueError: the lists are for another number of queries or keys, or differ by head.
         """
         if getattr(lists, "form", None) != "lists":
             raise TypeError(f"lists is a {type(lists).__name__}; it needs to be a PreparedMask of lists")
@@ -138,7 +138,7 @@ class IndexScores:
     def _chosen(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         batch, number, dim = k.shape
         first = torch.arange(batch, device=k.device)[:, None, None] * number
-        # Not by indexing, whose gradient adds in any order on some devices.
+        # Not by indexing, because its gradient is summed in no fixed order on some devices.
         taken = F.embedding(index.clamp(min=0).long() + first, k.reshape(-1, dim))
         products = rectified(torch.einsum("bihd,bikd->bihk", q, taken), dim, self.relu, self.scale)
         return (weights.to(q.dtype).unsqueeze(3) * products).sum(2).masked_fill(index < 0, 0.0)

@@ -1,4 +1,4 @@
-"""Float masks: the bool mask that an additive one holds, and the bias that is left."""
+"""Splits float masks, which are added to scores, into a bool mask and a bias."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Rest = Literal["auto", "none", "keep"]
 
 
 class _Parts(NamedTuple):
-    """Both parts of a tensor; `hides` and `leaves` are False where its values show that a part has no effect."""
+    """The mask and the bias of a tensor; `hides` is False if the mask is all True, `leaves` if the bias is all 0."""
 
     mask: Tensor | None
     rest: Tensor | None
@@ -38,10 +38,10 @@ _parts = Kept()
 def split_additive(
     x: Tensor, below: float = -1e3, *, empty: Empty = "softmax", rest: Rest = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Split a tensor that is added to scores into a bool mask, True = attend, and the bias that is left.
+    """Split a tensor that is added to scores into a bool mask, True = attend, and a bias with the other values.
 
-    A value at or below `below` hides its key: a bit takes the place of -1e9 added to a score, and kernels skip tiles
-    that hide everything. `attention` itself never splits a bias.
+    A value at or below `below` hides its key: a bit then replaces -1e9 in the score, and kernels skip tiles in which
+    all keys are hidden. `attention` itself never splits a bias.
 
     Equivalent to::
 
@@ -51,45 +51,47 @@ def split_additive(
         mask = ~(x <= below)
         rest = x.masked_fill(~mask, 0)  # None if values can be read and all are 0
 
-    **When the result is the same.** Let the largest score of a hidden key be R above the largest score of a visible
-    one, whose bias counts. The hidden keys of a row of n keys then had at most the weight n * exp(R + below), which is
-    0 in fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or finfo.min it holds in practice,
-    for the default of -1e3 up to R = 896. A value of -100 is no mask and stays a bias, since R = 80 would lose up to
-    n * 2e-9; pass `below=-100` if you know R. Causality and windows that come with x must leave each row a key that x
-    shows. If they hide the last of these keys, the formula attends to keys at -1e9, and this mask to no key.
+    **When the result is the same.** Take a row of n keys. Let R be the largest score of a hidden key, without x, minus
+    the largest score of a visible key, with x. Without the split, all hidden keys have at most the weight
+    n * exp(R + below), which is 0 in fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or
+    finfo.min this holds in practice, and for the default of -1e3 up to R = 896. A value of -100 is no mask and stays a
+    bias, because at R = 80 the error would be up to n * 2e-9; pass `below=-100` if you know R. Causality and windows
+    of the call must leave each row one key that x shows. If they hide the last such key, the formula attends to keys
+    at -1e9, but this mask to no key.
 
-    **A row without a visible key** has three meanings, and they differ:
+    **A row without a visible key** has three possible results:
 
-    * The formula, a softmax of the scores, because a constant does not change a row: `empty="softmax"`. A row of -1e9
-      alone has all its keys, and a row that is -inf throughout to none. Kernels skip no tile of such rows.
-    * Zero, with zero gradients, as in this library and in torch for a bool mask: `empty="zero"`. It is faster, and
-      right wherever rows of padding are not read.
-    * The mean of the values, nearly: fp32 makes it of -1e9 by rounding scores away. Nothing here imitates it.
+    * `empty="softmax"`: the softmax of the formula, which a constant added to a row does not change. A row of only
+      -1e9 keeps all its keys, and a row of only -inf none. Kernels skip no tile of such rows.
+    * `empty="zero"`: zero, with zero gradients, as for a bool mask in this library and in torch. It is faster, and
+      right if rows of padding are not used.
+    * Approximately the mean of the values, which fp32 computes because adding -1e9 rounds scores away. It is not
+      supported.
 
-    A hidden key has the probability 0 in both forms, so that all gradients agree, also for x.
+    A hidden key has probability 0 in both forms, so that all gradients agree, also the gradient of x.
 
     Args:
         x: float tensor that broadcasts to (*batch, H, Lq, Lk). NaN and +inf stay visible.
         below: negative number; -inf hides only keys at -inf. It is compared in the dtype of x.
         empty: "softmax" or "zero", see above.
-        rest: how to find out whether a bias is left.
+        rest: how to find out whether there is a bias, that is, another value than 0 above `below`.
 
-            * "auto" reads values on a CPU, and on a GPU once for each tensor and version, if x has no gradient. It does
-              not read in a compiled graph, under a transform, in inference mode on a GPU or in the capture of a CUDA
-              graph. The rest is a tensor then.
-            * "keep" never reads.
-            * "none" is your promise that all values above `below` are 0. A CPU checks it at once, and a GPU by an
-              assertion of the device, without a wait.
+            * "auto" checks the values on a CPU, and on a GPU once for each tensor and version, if x has no gradient. It
+              does not check, and returns a tensor, in a compiled graph, under a transform, in inference mode on a GPU,
+              and in the capture of a CUDA graph.
+            * "keep" never checks.
+            * "none" is your promise that there is no bias. On a CPU it is checked at once, on a GPU by an assertion on
+              the device, without a wait.
 
     Returns:
-        The bool mask and the bias, or None, both of the shape of x; dims that x expands stay expanded. Results are kept
-        for later calls with the same x, or with the same view of one tensor, until it changes or ends: do not write to
-        them. The bias is x itself where nothing is hidden. It has the gradient of x.
+        The bool mask and the bias, or None, both of the shape of x; dims that x expands stay expanded. The bias has the
+        gradient of x, and is x itself if no key is hidden. Results are kept for later calls with the same x, or with
+        the same view of a tensor, until it changes or is freed: do not write to them.
 
     Raises:
         TypeError: x is no strided float tensor, or `below` no number.
-        ValueError: x has no dim, `below` is not negative, or `empty` or `rest` is another string. With `rest="none"`: a
-            bias is left, or x has a gradient, which would be lost.
+        ValueError: x has no dim, `below` is not negative, or `empty` or `rest` is another string. With `rest="none"`:
+            there is a bias, or x has a gradient, which would be lost.
 
     Example:
         >>> x = torch.tensor([[0.5, -1e9, 0.0], [-1e9, -1e9, -1e9]])
@@ -109,21 +111,21 @@ def split_additive(
 def separate(
     x: Tensor, below: float = -1e3, *, empty: Empty = "softmax", rest: Rest = "auto"
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Do as `split_additive`, whose arguments it checks; the mask is None where values show that none is hidden."""
+    """Check the arguments and split as `split_additive` does; the mask is None if values show that no key is hidden."""
     _check(x, below, empty, rest)
     is_plain = not (_has_derivative(x) or is_watched(x) or x.is_meta)
     if is_plain and x.is_cuda:
         is_plain = not torch.cuda.is_current_stream_capturing()
     if is_plain and counts_changes(x):
-        # A view is another tensor in each layer that takes it; the tensor that it is a view of stays.
+        # Each layer may make a new view of the same tensor, so the base is the key.
         base = x if x._base is None else x._base
-        # Work on another stream does not wait for the result.
+        # Part of the key, because work on another stream would not wait for the result.
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
         place = x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_neg()
         key = id(base), *place, below, empty, rest, stream
         parts: _Parts = _parts.get(key, [base], lambda: _split(x, below, empty, rest, may_read=True))
     else:
-        # On a GPU the assertion of rest="none" reads values there, so that nobody waits.
+        # The assertion of rest="none" runs on the GPU, so the CPU does not wait.
         may_read = is_plain and (values_can_be_read(x) or (x.is_cuda and rest == "none"))
         parts = _split(x, below, empty, rest, may_read=may_read)
     left = parts.rest
@@ -137,8 +139,8 @@ def _has_derivative(x: Tensor) -> bool:
 
 
 def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) -> _Parts:
-    """Compute both parts; a rest of None that leaves something is x, which a kept value must not hold."""
-    # With a derivative each place of an expanded dim has its own.
+    """Compute mask and bias. `rest` None with `leaves` means x itself, because the cache must not keep x alive."""
+    # With a derivative, each element of an expanded dim has its own derivative, so dims are not collapsed.
     values = x if _has_derivative(x) else collapse(x, range(x.dim()))
     is_shifted = None
     if empty == "softmax" and x.shape[-1] != 0:
@@ -180,7 +182,7 @@ def _check(x: Tensor, below: float, empty: str, rest: str) -> None:
 
 
 def check_below(below: float) -> float:
-    """Refuse what is no negative number."""
+    """Return `below`; refuse anything but a negative number."""
     if not isinstance(below, (int, float, Real)) or isinstance(below, bool):
         raise TypeError(f"below is a {type(below).__name__}; it needs to be a negative number")
     if not below < 0:

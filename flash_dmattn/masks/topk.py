@@ -1,4 +1,4 @@
-"""The dynamic mask: for every query the k best scored keys among those it may see, exactly."""
+"""The dynamic mask: for every query exactly the k highest scored of the keys that it may see."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..definition import define
 from ..problem import bounded, check_device, check_flag, collapse, hint
 from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
-# Heads of `IndexScores` whose products exist at once.
+# Heads of `IndexScores` that are multiplied at once, a bound on memory.
 HEADS = 8
-# Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
+# Elements of a chunk of rows; each needs about 25 bytes of work space (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
 
 
 class ScoresByRows(Protocol):
-    """Scores that are computed for some queries at a time: `IndexScores`, which has these attributes."""
+    """The attributes of `IndexScores` that `weighted_products` needs; its scores are computed in chunks of queries."""
 
     @property
     def q(self) -> Tensor: ...
@@ -48,7 +48,7 @@ def weighted_products(q: Tensor, k: Tensor, weights: Tensor, relu: bool, scale: 
 
 
 def row_chunks(number: int, step: int) -> list[slice]:
-    """Split rows into chunks. One chunk has no limits: a loop would bind a length that a compiler has a symbol for."""
+    """Split rows into chunks. If one is enough it is `slice(None)`: a compiler then keeps a symbolic length."""
     if hint(number) <= hint(step):
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, number, step)]
@@ -63,36 +63,36 @@ def rectified(products: Tensor, dim: int, relu: bool, scale: float | None) -> Te
 def topk_mask(
     scores: Tensor, k: int, *, is_causal: bool = False, mask: Tensor | None = None, seqlen_q: int | None = None
 ) -> Tensor:
-    """Let each query see the `k` highest scored keys that `mask` and causality allow it.
+    """Let each query see the `k` highest scored keys that `mask` and causality allow.
 
-    Equivalent, row by row, to a stable descending sort of the allowed scores and keeping the first k::
+    Equivalent, row by row, to a stable descending sort of the allowed scores that keeps the first k::
 
         allowed = mask & (j <= i + Lk - Lq) & (scores != -inf)
         order = scores.masked_fill(~allowed, -inf).sort(descending=True, stable=True).indices
         out = zeros.scatter(-1, order[..., :k], True) & allowed
 
-    A row with k allowed keys or fewer keeps them all. Ties go to the earliest key. No key outside the allowed
-    set is ever kept, so a row is empty only if nothing is allowed to it. A score of -inf forbids the key. NaN
-    ranks below every number. The result carries no gradient.
+    A row with at most k allowed keys keeps them all. Among equal scores the earliest key comes first. A key that is
+    not allowed is never kept, and a score of -inf forbids its key, so a row is empty only if it has no allowed key.
+    NaN ranks below every number. The result has no gradient.
 
-    With one score per key and `is_causal`, row i keeps the top k of its own prefix. The threshold of a prefix
-    only rises with its length, and all thresholds are found together in O(Lk log Lk); nothing larger than the
-    result is allocated. Scores or masks that vary by query are selected in chunks of rows. No step waits for
-    the device.
+    With one score per key and `is_causal`, row i keeps the top k of the keys up to its position. All thresholds are
+    found together in O(Lk log Lk), because the threshold of a prefix can only rise with its length; no tensor larger
+    than the result is allocated. If scores or mask depend on the query, rows are computed in chunks. It does not wait
+    for the device.
 
     Args:
         scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, Lq or 1, Lk): 3 dims are
             (H, Lq, Lk), never (B, H, Lk).
         k: number of keys to keep, >= 1; may exceed Lk.
-        is_causal: only keys j <= i + Lk - Lq are allowed to query i.
-        mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. Its heads and the heads of
-            `scores` may be grouped either way (query head h, key-value head h // G).
-        seqlen_q: number of queries; by default what `scores` or `mask` have, and Lk if they have one row for all
-            queries. Decoding one query against a cache needs `seqlen_q=1`, and scores or a mask of 2 or 3 dims that
-            alone have another number of rows than of keys need that number.
+        is_causal: whether query i is only allowed the keys j <= i + Lk - Lq.
+        mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. `scores` and `mask` may have different
+            heads, query heads and key-value heads: query head h uses key-value head h // G.
+        seqlen_q: number of queries. By default the number of rows of `scores` or `mask`, or Lk if they have one row for
+            all queries. Decoding one query with a cache needs `seqlen_q=1`. It is also needed if only one of `scores`
+            and `mask` has more than one row, has 2 or 3 dims, and has another number of rows than of keys.
 
     Returns:
-        Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) where neither scores, mask nor causality vary by query.
+        Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) if neither scores nor mask depend on the query and it is not causal.
 
     Raises:
         TypeError: `scores` is not float, `mask` is not bool, `k` is not an int, or `is_causal` is no bool.
@@ -112,7 +112,7 @@ def topk_mask(
     """
     k = bounded(integer("k", k, 1))
     check_flag("is_causal", is_causal)
-    # Loops follow the sizes, which a compiler would bind: for it there is one operator.
+    # The loops depend on sizes, on which a compiler would specialise the graph; so it gets one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
     arguments = topk_arguments(scores, mask, seqlen_q)
     if seqlen_q is None:
@@ -122,9 +122,9 @@ def topk_mask(
 
 
 def _refuse_batch_as_queries(scores: Tensor, mask: Tensor | None) -> None:
-    """Refuse a tensor of 2 or 3 dims that alone says how many queries there are, where that is not the number of keys.
+    """Refuse a tensor of 2 or 3 dims if only it has a number of queries, and that is not the number of keys.
 
-    Read from the right, the batch of (B, Lk) and the heads of (B, H, Lk) are queries.
+    Dims are read from the right, so the caller may have meant (B, Lk) or (B, H, Lk), where B or H would be queries.
     """
     seqlen_k = scores.shape[-1]
     tensors = {"scores": scores, "mask": mask}
@@ -140,7 +140,7 @@ def _refuse_batch_as_queries(scores: Tensor, mask: Tensor | None) -> None:
 
 
 def _selected(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_causal: bool) -> Tensor:
-    """Make the mask of arguments that `topk_arguments` has checked; contiguous, as operators return it."""
+    """Compute the mask from arguments that `topk_arguments` has checked; contiguous, as operators return it."""
     per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
     if not per_key:
         return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
@@ -186,15 +186,15 @@ def _seqlen_q(scores: Tensor, allowed: Tensor | None, seqlen_q: int | None) -> i
 
 
 def sort_keys(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
+    """Return integers in the order of the scores: the lowest for keys that are not allowed, the next for NaN.
 
-    IEEE floats of one sign compare as their bits do. Flipping the lower bits of negative ones puts these in order, too.
-    Integers make NaN and -inf ordinary values, and tie exactly where floats are equal.
+    IEEE floats of one sign have the order of their bits as integers, which for negative ones is reversed; flipping
+    their lower bits corrects it. As integers, NaN and -inf are ordinary values, and keys are equal if floats are.
     """
     wide = scores.double() if scores.dtype == torch.float64 else scores.float()
     integers = torch.int64 if wide.dtype == torch.float64 else torch.int32
     lowest, highest = torch.iinfo(integers).min, torch.iinfo(integers).max
-    bits = (wide + 0.0).view(integers)  # -0.0 + 0.0 is 0.0: the two zeros tie
+    bits = (wide + 0.0).view(integers)  # -0.0 + 0.0 is 0.0, so the two zeros are equal
     keys = torch.where(bits < 0, bits ^ highest, bits)
     keys = keys.masked_fill_(wide.isnan(), lowest + 1).masked_fill_(wide == float("-inf"), lowest)
     return keys if allowed is None else torch.where(allowed, keys, lowest)
@@ -210,7 +210,7 @@ def select(keys: Tensor, k: int) -> Tensor:
     allowed = keys > torch.iinfo(keys.dtype).min
     if k >= keys.size(-1):
         return allowed
-    # topk promises nothing about ties, so it only provides the k-th value; the count settles the ties.
+    # topk keeps any of equal keys, so it only provides the k-th value; the count keeps the earliest ones.
     kth = keys.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above = keys > kth
     tied = keys == kth
@@ -220,10 +220,10 @@ def select(keys: Tensor, k: int) -> Tensor:
 
 
 def list_best(keys: Tensor, last: Tensor, k: int, local: int, places: int) -> tuple[Tensor, Tensor]:
-    """List the columns that `select` chooses, and the allowed ones among the last `local` that a row may see.
+    """List the columns that `select` chooses, and the allowed ones among the last `local` columns of each row.
 
-    `last`, (rows,), is the last column that each row may see. The result is int32 (B, H, rows, places), ascending, then
-    -1, and how many, (B, H, rows); no row chooses more than `places`.
+    `last`, (rows,), is the last column that each row may see. Returns the columns, int32 (B, H, rows, places),
+    ascending, then -1, and their number, int32 (B, H, rows). `places` needs to be at least the largest number.
     """
     columns = torch.arange(keys.size(-1), dtype=torch.int32, device=keys.device)
     chosen = select(keys, k)
@@ -236,7 +236,7 @@ def list_best(keys: Tensor, last: Tensor, k: int, local: int, places: int) -> tu
 
 
 def _topk_per_row(scores: Tensor, k: int, allowed: Tensor | None, seqlen_q: int, is_causal: bool) -> Tensor:
-    """Select the top k of rows that differ in scores or in what is allowed, in chunks of rows."""
+    """Select the top k of each row, in chunks of rows; scores or allowed keys depend on the query."""
     batch, num_heads, _, seqlen_k = _shape(scores, allowed)
     out = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=scores.device)
     columns = torch.arange(seqlen_k, device=scores.device)
@@ -267,7 +267,7 @@ def _topk_per_prefix(keys: Tensor, k: int, seqlen_q: int) -> Tensor:
     rank = ranks(flat)
     prefix = torch.arange(seqlen_k - seqlen_q + 1, seqlen_k + 1, device=keys.device).clamp_(min=0)
     threshold = kth_smallest_of_prefixes(rank, prefix.expand(flat.size(0), -1), k)
-    # A rank of seqlen_k is above every threshold: forbidden keys fall out in the one comparison.
+    # Forbidden keys get the rank seqlen_k, which is above every threshold.
     rank = rank.masked_fill_(flat == torch.iinfo(keys.dtype).min, seqlen_k).to(torch.int32)
     kept = rank[:, None, :] <= threshold.to(torch.int32)[:, :, None]
     return kept.tril_(seqlen_k - seqlen_q).view(batch, num_heads, seqlen_q, seqlen_k)
@@ -284,9 +284,9 @@ def kth_smallest_of_prefixes(rank: Tensor, prefix: Tensor, k: int) -> Tensor:
     """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`, int64 (N, Q).
 
     A wavelet matrix finds the answers bit by bit, highest first, for all prefixes (N, Q) at once. At each bit the row,
-    a permutation of 0 to L - 1, is partitioned stably into zeros and ones. A query keeps the range of entries that
-    share its higher bits; whether that range holds enough zeros decides its bit. The answer for a prefix of 0 means
-    nothing.
+    a permutation of 0 to L - 1, is partitioned stably into zeros and ones. For each prefix the range of entries with
+    the same higher bits as the answer is tracked; the next bit is 0 if the range has enough zeros. The answer for a
+    prefix of 0 is undefined.
 
     Source: Claude, Navarro and Ordonez, "The wavelet matrix", 2015, the quantile query.
     """
@@ -312,28 +312,29 @@ def kth_smallest_of_prefixes(rank: Tensor, prefix: Tensor, k: int) -> Tensor:
 
 
 def topk_stops(keys: Tensor, k: int) -> Tensor:
-    """Find for every key (N, L) the first position whose prefix has k keys that are better, from j to L.
+    """Find for each key j of (N, L) the first position p >= j where k keys up to p are better; L if there is none.
 
-    Key j is among the k best of the prefix that ends at p, itself included, exactly for `j <= p < stop[j]`: a key that
-    k better ones have met never comes back. The k-th best rank of a prefix only falls as the prefix grows. So all of
-    these thresholds are found together, as for `topk_mask`, and the place where they pass a key's own rank is a binary
-    search: O(L log L) in time, O(L) in memory.
+    Key j is among the k best of the keys up to p exactly for `j <= p < stop[j]`: once k better keys have come, it never
+    returns. The k-th best rank of a prefix can only fall as the prefix grows. So all these thresholds are found
+    together, as for `topk_mask`, and a binary search finds where they fall below the rank of the key: O(L log L) in
+    time, O(L) in memory.
     """
     rows, length = keys.shape
     rank = ranks(keys)
     positions = torch.arange(length, device=keys.device).expand(rows, -1)
     threshold = kth_smallest_of_prefixes(rank, positions + 1, k)
-    # A prefix of fewer than k keys keeps them all. Its greatest rank, which rises, would break the order of thresholds.
+    # A prefix shorter than k keeps all its keys. Its largest rank rises with its length, so thresholds would not be
+    # sorted; length, which is above all ranks, replaces it.
     threshold = threshold.masked_fill(positions + 1 < k, length)
-    # Find the first position with a threshold below the rank; both are negated, so that the row ascends.
+    # Find the first position with a threshold below the rank. Both are negated, because searchsorted needs ascending.
     passed = torch.searchsorted(threshold.neg(), rank.neg(), right=True)
     return passed.maximum(positions).contiguous()
 
 
 def topk_intervals(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
-    """Find the run of queries that keep each key (B, H, Lk), by causal top-k; both ends are 0 if no query keeps it.
+    """Find the interval of queries that keep each key, (B, H, Lk), by causal top-k; 0 and 0 if no query keeps it.
 
-    The last query is aligned with the last key. A query also gets the last `local` keys up to its own.
+    The last query is aligned with the last key. A query also keeps the last `local` keys up to its position.
     """
     seqlen_k = keys.size(2)
     position = torch.arange(seqlen_k, device=keys.device)

@@ -1,4 +1,4 @@
-"""Layers built on `flash_dmattn.attention`, and the biases of well-known models to hand to it."""
+"""Layers built on `flash_dmattn.attention`, and the biases of well-known models."""
 
 from .dynamic_mask_attention import DynamicMaskAttention, KVCache
 from .pair_bias_attention import PairBiasAttention

@@ -1,4 +1,4 @@
-"""The dynamic-mask attention layer: a learned score per key is the bias and, through its top-k, the mask; its cache."""
+"""The dynamic-mask attention layer and its cache. A learned score per key is the bias, and its top-k are the mask."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from flash_dmattn.sequences.layout import token_places
 
 from .positions import apply_rotary, rotary_angles
 
-# Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. Equal
-# tokens have equal scores in a first layer, but for the last bits, which differ between a long product and a decoding
-# step. Without the steps these bits would decide which key is kept: in fp32, 4 of 10 texts of 100 tokens from an
-# alphabet of 4 were decoded differently.
+# Scores are rounded to the nearest multiple of this before they are compared, which is 0.02 % of an attention weight.
+# Equal tokens have equal scores in a first layer, except for the last bits, which differ between a full forward and a
+# decoding step. Without rounding these bits would decide which key is kept: in fp32, 4 of 10 texts of 100 tokens from
+# an alphabet of 4 were decoded differently.
 SCORE_STEP = 2.0**-12
 
 
 def ranked(scores: Tensor) -> Tensor:
-    """Round scores to the steps by which a layer compares them."""
+    """Return scores in multiples of `SCORE_STEP`, as a layer compares them."""
     return (scores / SCORE_STEP).round()
 
 
 class KVCache:
     """Keys, values and key scores of the tokens that one layer has seen.
 
-    Equivalent to ``torch.cat((old, new), dim=1)`` for each of k, v and scores, without copying what is already there:
-    storage is allocated ahead and doubled when it runs out. One cache belongs to one layer.
+    Equivalent to ``torch.cat((old, new), dim=1)`` for each of k, v and scores, without a copy of the old: storage is
+    allocated ahead, and doubled when it is full. One cache belongs to one layer.
 
     Args:
-        max_length: number of tokens to allocate for at the first `append`; the cache still grows past it.
+        max_length: number of tokens to allocate at the first `append`; the cache grows past it.
 
     >>> cache = KVCache(max_length=8)
     >>> k = v = torch.zeros(1, 3, 2, 4)
@@ -75,10 +75,10 @@ class KVCache:
             (k, v, scores) of all tokens, along dim 1, as views of the storage: valid until the next `append`.
 
         Raises:
-            RuntimeError: a gradient is being recorded; the storage is written in place and has none.
+            RuntimeError: a gradient is being recorded; the storage is written in place, which has no gradient.
             TypeError: k, v or scores is no tensor of floats.
-            ValueError: k, v and scores do not fit one another; batch, heads, device or the presence of scores differ
-                from what is cached. Nothing is appended then.
+            ValueError: the shapes of k, v and scores differ from one another; batch, heads, device or the presence of
+                scores differ from the cached tokens. The cache is unchanged then.
         """
         new = (k, v, scores)
         self._check(k, v, scores)
@@ -101,7 +101,7 @@ class KVCache:
 
         Raises:
             TypeError: length is no int.
-            ValueError: the cache does not hold so many tokens.
+            ValueError: length is negative, or the cache does not hold that number of tokens.
 
         >>> cache = KVCache()
         >>> _ = cache.append(torch.zeros(1, 5, 1, 2), torch.zeros(1, 5, 1, 2), None)
@@ -126,7 +126,7 @@ class KVCache:
 
     @staticmethod
     def _check(k: Tensor, v: Tensor, scores: Tensor | None) -> None:
-        """Refuse what is no float tensor, and shapes that do not fit k."""
+        """Refuse arguments that are no float tensors, and shapes other than k's."""
         for name, x, needs in (("k", k, "B, L, Hk, D"), ("v", v, "B, L, Hk, Dv"), ("scores", scores, "B, L, Hk")):
             if x is None and name == "scores":
                 continue
@@ -153,12 +153,12 @@ class KVCache:
 
 
 def _is_read_only(x: Tensor) -> bool:
-    """Return whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
+    """Return whether torch forbids writing to x: it is a tensor of inference mode, and the mode is off."""
     return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class AttentionArguments(NamedTuple):
-    """The tensors that a layer hands to `flash_dmattn.attention`, in its order."""
+    """The tensors that a layer passes to `flash_dmattn.attention`, in its order."""
 
     q: Tensor
     k: Tensor
@@ -179,9 +179,9 @@ class DynamicMaskAttention(nn.Module):
         out = logits.masked_fill(~keep, -inf).softmax(-1) @ v
         return out @ Wo
 
-    The choice of keys is learned through the bias. The score that decides whether a key is kept is also added to the
-    logits of kept keys, so that W and A get gradients. Scores are ranked by their nearest multiple of 2**-12, the
-    earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
+    The choice of keys is learned through the bias: the score by which a key is kept is also added to its logits, so
+    that W and A get gradients. Scores are rounded to multiples of 2**-12 before they are compared, and the earliest of
+    equal keys comes first, so that decoding keeps the same keys as a full forward.
     ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
 
     Args:
@@ -189,14 +189,15 @@ class DynamicMaskAttention(nn.Module):
         num_heads: query heads.
         num_heads_k: key-value heads, a divisor of num_heads; default num_heads.
         head_dim: channels per head, even; default hidden_size // num_heads.
-        keep_window_size: number of keys that a query may see, the best by score of those up to its own position;
-            None for full attention.
-        local_window_size: the last keys of each query, its own included, that are kept whatever their score, in
-            addition to keep_window_size; 0 for the plain top-k.
+        keep_window_size: number of keys that a query may see: the best by score of all keys up to its position. None
+            for full attention.
+        local_window_size: number of the last keys up to the query that are kept whatever their score, in addition to
+            keep_window_size; 0 for the plain top-k.
         rope_theta: base of the rotary wavelengths.
         softmax_scale: factor of q @ k; default head_dim ** -0.5.
-        qk_norm: normalise q and k per head by their root mean square, with a learned gain, before the rotation.
-        projection_bias: give the 4 projections a bias of their own.
+        qk_norm: whether to normalise q and k per head by their root mean square, with a learned gain, before the
+            rotation.
+        projection_bias: whether the 4 projections have a bias.
         backend: passed to `flash_dmattn.attention`.
         device, dtype: of the parameters.
 
@@ -280,7 +281,7 @@ class DynamicMaskAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, **where) if qk_norm else nn.Identity()
         if keep_window_size is not None:
             self.score_proj = nn.Linear(num_heads_k * head_dim, num_heads_k, bias=False, **where)
-            # Ones, not zeros: at A = 0 all scores tie, top-k keeps the first keys of the text, W gets no gradient.
+            # Ones, not zeros: at A = 0 all scores are equal, so top-k keeps the first keys, and W gets no gradient.
             self.score_scale = nn.Parameter(torch.ones(num_heads_k, **where))
 
     def forward(
@@ -299,16 +300,16 @@ class DynamicMaskAttention(nn.Module):
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
             cache: a `KVCache` of this layer, to which x is appended; None without decoding.
-            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends only to itself.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; tokens attend within their sequence.
 
         Returns:
-            The shape and dtype of x. A query with only padding, or a token of no sequence, gets the o_proj of
-            zero.
+            A tensor of x's shape and dtype. A query with only padding before it, and a token of no sequence, get
+            o_proj(zeros).
 
         Raises:
-            TypeError: an argument has the wrong type, or attention_mask is one of floats.
+            TypeError: an argument has the wrong type, or attention_mask has a float dtype.
             ValueError: x or attention_mask has the wrong shape, or arguments do not go together.
-            Any other error: as `KVCache.append`. After an error the cache is as before.
+            RuntimeError: a gradient is recorded while there is a cache. After any error the cache is unchanged.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
         >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
@@ -353,7 +354,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> dict[str, Any]:
         """Make the arguments of this layer's call of `flash_dmattn.attention`.
 
-        For a layer with a cache of its own: it projects, caches and scores itself, and calls
+        Use it with another cache than `KVCache`: call `project`, write to that cache, call `key_scores`, and then
         ``o_proj(flash_dmattn.attention(**layer.attention_call(...)).flatten(2))``.
 
         Args:
@@ -361,11 +362,11 @@ class DynamicMaskAttention(nn.Module):
             k, v: (B, Lk, Hk, D), all positions.
             scores: (B, Lk, Hk) from `key_scores`, or None with full attention.
             padding: (B or 1, 1, 1, Lk) bool, True for a real key; None where all are.
-            query_index: (1,), the index among the keys of a single query that is not the last, as in a cache of fixed
-                length; padding is False for the keys behind it then.
+            query_index: (1,), the position of a single query among the keys if it is not the last one, as in a cache
+                of fixed length. padding then needs to be False for the keys after it.
 
         Raises:
-            ValueError: scores are there with full attention, or None without; padding has another shape.
+            ValueError: scores are passed with full attention, or None without; padding has another shape.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4)
         >>> q, k, v = layer.project(torch.randn(1, 10, 32), torch.zeros(10, 8))
@@ -389,19 +390,19 @@ class DynamicMaskAttention(nn.Module):
     def attention_arguments(
         self, x: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
     ) -> AttentionArguments:
-        """Compute the q, k, v, mask and bias that `forward` attends with, to look at or for another kernel.
+        """Compute the q, k, v, mask and bias of `forward`'s call, to look at or for another kernel.
 
-        The mask is dense here. `forward` has the same as a prepared mask, which has no element for each pair.
+        The mask is dense here. In `forward` it is a prepared mask, which has no element for each pair.
 
         Args:
             x: (B, L, hidden_size).
             attention_mask: (B, Lk), nonzero for real tokens, as in `forward`.
-            cache: the keys and values of earlier tokens; those of x are appended to it, as in `forward`.
+            cache: the keys and values of earlier tokens, to which x is appended, as in `forward`.
 
         Returns:
             q (B, L, Hq, D), k and v (B, Lk, Hk, D), mask (B, Hk, L, Lk) bool, bias (B, Hk, 1, Lk) in fp32 at least.
-            The mask is (B, 1, 1, Lk) or None where every key up to the query is kept; the bias is None with full
-            attention.
+            The mask is (B, 1, 1, Lk), or None without padding, if every key up to the query is kept. The bias is None
+            with full attention.
 
         >>> layer = DynamicMaskAttention(32, num_heads=4, num_heads_k=2, keep_window_size=4)
         >>> [tuple(t.shape) for t in layer.attention_arguments(torch.randn(1, 10, 32))]
@@ -415,7 +416,7 @@ class DynamicMaskAttention(nn.Module):
     def _inputs(
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Compute the arguments of `attention_call`; no scores with full attention."""
+        """Compute the arguments of `attention_call`; scores are None with full attention."""
         check_tensor("x", x)
         check_strided("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
@@ -440,7 +441,7 @@ class DynamicMaskAttention(nn.Module):
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it needs to be (batch, keys) = {needed}, "
                 "cached tokens included"
             )
-        # Numbers to be added to scores, 0 for a real token, would mean the opposite.
+        # A mask of floats is usually added to scores: 0 there is a real token, the opposite of this argument.
         if attention_mask.is_floating_point() or attention_mask.is_complex():
             raise TypeError(
                 f"attention_mask has dtype {dtype_name(attention_mask.dtype)}; it needs bools or integers, "
@@ -524,14 +525,14 @@ class DynamicMaskAttention(nn.Module):
     def _kept_keys(
         self, scores: Tensor, seqlen_q: int, padding: Tensor | None, query_index: Tensor | None = None
     ) -> Tensor | PreparedMask | None:
-        """Make the mask of the kept keys for the last seqlen_q positions: intervals, or for one query a row of keys."""
+        """Make the mask of the kept keys for the last seqlen_q positions: intervals, or a row of keys for one query."""
         assert self.keep_window_size is not None
         batch, _, _, seqlen_k = scores.shape
         if self.keep_window_size >= seqlen_k:
             return padding
         scores = ranked(scores)
         if seqlen_q == 1:
-            # A single query attends to every key, so that there are no prefixes to sort.
+            # A single query may attend to every key, so there are no prefixes to sort.
             keep = topk_mask(scores, self.keep_window_size, mask=padding)
             if self.local_window_size == 0:
                 return keep
@@ -556,18 +557,18 @@ class DynamicMaskAttention(nn.Module):
     def _select_packed_keys(
         self, scores: Tensor, bounds: Tensor, own: Tensor, positions: Tensor, longest: int
     ) -> Tensor:
-        """Make the mask (Hk, T, longest) of the kept keys, columns counted from the start of each query's sequence.
+        """Make the mask (Hk, T, longest) of the kept keys; columns count from the start of each query's sequence.
 
-        scores is (T, Hk). `own` and `positions`, (T,), are the sequence of each token and its position in it.
+        scores is (T, Hk). `own`, (T,), is the sequence of each token, and `positions`, (T,), its position there.
         """
         assert self.keep_window_size is not None
         keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)
-        # (S, Hk, longest). A value from another sequence is in no prefix of a token.
+        # (S, Hk, longest). Columns after the end of a sequence have other scores, which are in no prefix of a token.
         by_sequence = ranked(scores)[keys.clamp(max=len(scores) - 1)].transpose(1, 2)
-        # The best keys of a prefix stay so until better ones come: each key is kept by one interval of positions.
+        # A key that better ones have pushed out of the top-k never comes back: one interval of queries keeps it.
         order = run_score_keys(by_sequence[:, :, None], None)
         start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
         position = positions[:, None]
-        # Head by head, because the comparison takes 4 bytes for each byte of the mask.
+        # Head by head, because the comparison needs 4 bytes for each byte of the mask.
         rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
         return torch.stack(rows)

@@ -1,4 +1,4 @@
-"""Attention with a pair bias: what two tokens have in common is added to their score, as in protein models."""
+"""Attention with a pair bias, as in protein models: a projection of features of two tokens is added to their score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_dmattn.problem import check_flag, check_strided, check_tensor, dtype_
 
 
 class PairBiasAttention(nn.Module):
-    """Gated self-attention whose bias is a projection of a pair representation.
+    """Gated self-attention with a bias that is projected from a pair representation.
 
     Equivalent to, with x (*batch, L, dim) and pair (*batch, L, L, pair_dim)::
 
@@ -23,10 +23,10 @@ class PairBiasAttention(nn.Module):
         out = scores.masked_fill(~mask[..., None, None, :], -inf).softmax(-1) @ v
         return (sigmoid(x @ Wg) * out) @ Wo
 
-    Rows of an alignment, or of a pair representation, are batch dims: x is (B, N, L, dim). They share their pairs,
-    which are (B, 1, L, L, pair_dim): the projection and the gradient of pairs keep that size.
+    Rows of an alignment, or of a pair representation, are a batch dim: x is (B, N, L, dim). All rows use the same
+    pair, (B, 1, L, L, pair_dim), so that its projection and its gradient keep that size.
 
-    x comes in normalised, or not, as the model has it. docs/biases.md has the names of OpenFold's parameters.
+    x is not normalised here. docs/biases.md has the names of OpenFold's parameters.
 
     Args:
         dim: width of x.
@@ -50,7 +50,7 @@ class PairBiasAttention(nn.Module):
         >>> mask = torch.ones(2, 10, dtype=torch.bool)
         >>> layer(x, pair, mask).shape
         torch.Size([2, 10, 32])
-        >>> rows = torch.randn(2, 6, 10, 32)  # 6 rows that share the pairs of their entry
+        >>> rows = torch.randn(2, 6, 10, 32)  # 6 rows with the pair representation of their batch entry
         >>> layer(rows, pair[:, None], mask[:, None]).shape
         torch.Size([2, 6, 10, 32])
     """
@@ -94,14 +94,14 @@ class PairBiasAttention(nn.Module):
         Args:
             x: (*batch, L, dim), with one batch dim or more.
             pair: (*batch, L, L, pair_dim), each batch dim as in x or 1; entry (i, j) belongs to query i and key j.
-            mask: bool (*batch, L), each batch dim as in x or 1; True for a token, False for padding. Or as in
-                `attention`, of all dims, (*batch, H or 1, L or 1, L). None without padding.
+            mask: bool (*batch, L), each batch dim as in x or 1; True for a token, False for padding. Or a mask of
+                `attention` with all dims, (*batch, H or 1, L or 1, L). None without padding.
 
         Returns:
-            (*batch, L, dim) in x's dtype. An entry that is all padding has what o_proj makes of zeros.
+            (*batch, L, dim) in x's dtype. An entry that is all padding gets o_proj(zeros).
 
         Raises:
-            TypeError: x, pair or mask is no tensor, or mask none of bools.
+            TypeError: x, pair or mask is no tensor, or mask is not bool.
             ValueError: x, pair or mask has another shape.
         """
         check_tensor("x", x)
@@ -112,7 +112,7 @@ class PairBiasAttention(nn.Module):
         keys = None if mask is None else self._mask(mask, x)
         projections = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (rearrange(y, "... l (h d) -> ... l h d", h=self.num_heads) for y in projections)
-        # Contiguous, because kernels copy tiles of rows of unit stride.
+        # Contiguous, because kernels copy tiles and need rows of unit stride.
         bias = rearrange(self.pair_proj(self.pair_norm(pair)), "... i j h -> ... h i j").contiguous()
         out = flash_dmattn.attention(q, k, v, keys, bias, backend=self.backend)
         out = rearrange(out, "... l h d -> ... l (h d)")

@@ -1,8 +1,8 @@
-"""Positions: biases to hand to `flash_dmattn.attention` (T5's, Swin's, ALiBi's slopes), and the rotary embedding.
+"""Positions: biases for `flash_dmattn.attention` (T5's, Swin's, ALiBi's slopes), and the rotary embedding.
 
-All batch entries share one bias, so that kernels sum its gradient over the batch. The gradient of a table is summed in
-a fixed order: over diagonals or queries by a reduction, over equal buckets by the sort that
-`torch.nn.functional.embedding` makes.
+All batch entries have the same bias, so kernels sum its gradient over the batch. The gradient of a table is summed in
+a fixed order: over diagonals or queries by a reduction, over equal buckets by `torch.nn.functional.embedding`, which
+sorts them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class RelativePositionBias(nn.Module):
     `softmax_scale=1.0`.
 
     Args:
-        num_heads: heads of the bias: as many as q has, or as k has where groups share it.
-        num_buckets: rows of the table; even where `is_bidirectional`.
-        max_distance: distances from here on share the last bucket.
-        is_bidirectional: keys after the query have buckets of their own, half of all; otherwise they share the bucket
-            of distance 0, since causal attention does not see them.
+        num_heads: heads of the bias: the heads of q, or of k for one bias per group.
+        num_buckets: rows of the table; even with `is_bidirectional`.
+        max_distance: all distances from here on are in the last bucket.
+        is_bidirectional: whether half of the buckets are for keys after the query. Otherwise such keys have the bucket
+            of distance 0: causal attention does not see them.
         device, dtype: of the table.
 
     Attributes:
-        weight: (num_buckets, num_heads), zeros at first; T5's checkpoints have it as `relative_attention_bias.weight`.
+        weight: (num_buckets, num_heads), zeros at first. T5's checkpoints call it `relative_attention_bias.weight`.
 
     Raises:
         TypeError: a number is no int, or `is_bidirectional` no bool.
@@ -83,15 +83,19 @@ class RelativePositionBias(nn.Module):
     def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor: ...
 
     def forward(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Relative | Tensor:
-        """Make the bias of a call: without lengths by distance, for calls of any lengths; with lengths as a tensor.
+        """Make the bias of a call: by distance, for any lengths, or with `seqlen_q` as a tensor.
 
         Args:
             seqlen_q: number of queries.
             seqlen_k: number of keys; as many as queries by default.
 
         Returns:
-            A `flash_dmattn.biases.Relative` of the table's dtype, whose size does not depend on lengths. With lengths
-            (1, num_heads, seqlen_q, seqlen_k), contiguous, for backends that only read one value for each score.
+            A `flash_dmattn.biases.Relative` in the table's dtype; its size does not depend on lengths. With `seqlen_q`
+            a contiguous tensor (1, num_heads, seqlen_q, seqlen_k), for backends that need one value for each score.
+
+        Raises:
+            TypeError: a length is no int.
+            ValueError: a length is negative, or `seqlen_k` is passed without `seqlen_q`.
         """
         if seqlen_q is None:
             if seqlen_k is not None:
@@ -101,12 +105,12 @@ class RelativePositionBias(nn.Module):
         seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
         if seqlen_q == 0 or seqlen_k == 0:
             return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
-        # A value for each distance of these lengths: a graph of other lengths then is the same.
+        # One value for each distance that these lengths have, so that the graph is the same for other lengths.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
         rows = t5_buckets(distances, self.num_buckets, self.max_distance, self.is_bidirectional)
         values = F.embedding(rows, self.weight).T
-        # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
-        # a tensor of other strides, and takes these for constants where lengths are dynamic.
+        # Contiguous, because kernels would copy a view with unaligned rows. Inductor saves such a view for backward
+        # with other strides, and takes these for constants although lengths are dynamic.
         return Relative(values, seqlen_k - 1).dense(seqlen_q, seqlen_k)[None].contiguous()
 
     def extra_repr(self) -> str:
@@ -117,19 +121,19 @@ class RelativePositionBias(nn.Module):
 
 
 class WindowPositionBias(nn.Module):
-    """Swin's bias: a learned value for each head and offset between two places of a window of height x width.
+    """Swin's bias: a learned value for each head and offset between two tokens of a window of height x width.
 
-    Equivalent to, for places (yi, xi) of query i and (yj, xj) of key j, both counted row by row::
+    Equivalent to, with query i at row yi and column xi of the window, key j at (yj, xj), both counted row by row::
 
         bias[0, h, i, j] = weight[(yi - yj + height - 1) * (2 * width - 1) + xi - xj + width - 1, h]
 
     Args:
-        height, width: places of a window.
+        height, width: size of the window, in tokens.
         num_heads: heads of the bias.
         device, dtype: of the table.
 
     Attributes:
-        weight: ((2 * height - 1) * (2 * width - 1), num_heads), zeros at first; Swin's checkpoints have it as
+        weight: ((2 * height - 1) * (2 * width - 1), num_heads), zeros at first. Swin's checkpoints call it
             `relative_position_bias_table`.
 
     Source: Liu et al., "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", 2021.
@@ -166,10 +170,10 @@ class WindowPositionBias(nn.Module):
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Compute ALiBi's slope of each head, by which a score falls with every token between query and key.
+    """Compute ALiBi's slope for each head: a score falls by it with every token between query and key.
 
-    For a power of 2, n heads have 2 ** (-8 / n), its square and so on. Other numbers of heads take the slopes of the
-    next lower power, then every second slope of the next higher one.
+    If n, the number of heads, is a power of 2, head h has 2 ** (-8 * (h + 1) / n). Otherwise the first heads have the
+    slopes of the next lower power, and the others every second slope of the next higher one.
 
     Args:
         num_heads: query heads.
@@ -198,7 +202,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 def rotary_angles(positions: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:
     """Compute the angle of every pair of channels at positions (L,) or (B, L), in radians: (..., head_dim // 2), fp64.
 
-    In fp64 an angle of many thousand radians keeps its fraction. Source: Su et al., "RoFormer: Enhanced Transformer
+    fp64, so that an angle of 100,000 radians keeps its fraction. Source: Su et al., "RoFormer: Enhanced Transformer
     with Rotary Position Embedding", 2021, equation 15.
 
     >>> rotary_angles(torch.tensor([0, 2]), head_dim=4, theta=100.0)

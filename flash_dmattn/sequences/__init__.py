@@ -1,4 +1,4 @@
-"""Sequences of many lengths in one call: their layout, the way there from a padded batch, and into a cache."""
+"""Sequences of different lengths in one call: their layout, conversion from a padded batch, writes to a cache."""
 
 from .cache_writes import append_to_cache
 from .layout import Sequences

@@ -1,4 +1,4 @@
-"""`append_to_cache`: new keys and values written into a cache; its checks, and the operator that writes."""
+"""`append_to_cache` writes new keys and values into a cache: its checks, and the operator that writes."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from .layout import Sequences, token_places
 
 
 def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tensor | None, sequences: Sequences) -> None:
-    """Write the keys and values of new tokens after the ones that a cache has, in place; one launch on a GPU.
+    """Write the keys and values of new tokens into a cache, in place, after the tokens there; one launch on a GPU.
 
-    The same `sequences` serve the call of `attention` that follows: their queries are the new tokens, and their
-    `seqlens_k` count these among the keys. So new token i of n of sequence s becomes its key `seqlens_k[s] - n + i`::
+    Pass the same `sequences` to the call of `attention` that follows: their queries are the new tokens, and their
+    `seqlens_k` include the new tokens. So new token i of n in sequence s becomes its key `seqlens_k[s] - n + i`::
 
         for s, (tokens, keys) in enumerate(zip(seqlens_q, seqlens_k)):
             k_cache[s, keys - tokens : keys] = k[s, :tokens]  # padded; in pages by block_table, likewise
 
-    Nothing else of the caches is touched, nor read. It works inside `torch.compile` and CUDA graphs, and has no
-    gradient.
+    Other elements of the caches are neither read nor written. It works inside `torch.compile` and CUDA graphs, and has
+    no gradient.
 
     Args:
         k_cache: (S, Lk, Hk, D) with padded sequences, (pages, page_size, Hk, D) with paged ones, (Tk, Hk, D) with
-            packed ones, whose slots `cu_seqlens_k` bounds. float16, bfloat16, float32 or float64; any strides.
-        v_cache: the same of values, with head dim Dv; None, as v then, for a cache of one kind.
-        k: (S, L, Hk, D), or packed (T, Hk, D) where the sequences pack queries; dtype and device of `k_cache`.
+            packed ones, where `cu_seqlens_k` bounds the slots. float16, bfloat16, float32 or float64; any strides.
+        v_cache: the same for values, with head dim Dv. None, with v None, for a cache of keys only.
+        k: (S, L, Hk, D), or (T, Hk, D) if the sequences pack queries; dtype and device of `k_cache`.
         v: (S, L, Hk, Dv) or (T, Hk, Dv).
-        sequences: a `Sequences`. Tokens of no sequence, or behind `seqlens_q`, are not written.
+        sequences: a `Sequences`. Tokens of no sequence, and unused ones after `seqlens_q`, are not written.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes or devices do not fit; a gradient is needed; a cache reads one place for several keys. On a
-            CPU also: a sequence has more new tokens than keys, two keys go to one place, a page does not exist. On a
-            GPU wrong values write to wrong places of the cache, and never outside of it.
+        ValueError: shapes or devices differ; a gradient is needed; elements of a cache overlap in memory. On a CPU
+            also: a sequence has more new tokens than keys, two tokens go to one row, a page does not exist. On a GPU
+            wrong values are not refused: they write to wrong rows of the cache, but never outside of it.
 
     >>> import torch, flash_dmattn
     >>> k_cache, v_cache = torch.zeros(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -77,7 +77,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
 
 
 def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
-    """Refuse tensors of another type, dtype or device, with a gradient, or with shared memory."""
+    """Refuse tensors of another type, dtype or device, tensors with a gradient, and caches that overlap in memory."""
     k_cache = tensors["k_cache"]
     for name, x in tensors.items():
         check_tensor(name, x)
@@ -96,7 +96,7 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Return whether values of a tensor share memory; only by strides of 0 while compiling, where sizes are symbols."""
+    """Return whether elements of a tensor overlap in memory; in a compiler only strides of 0 are detected."""
     dims = [(stride, n) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
     if torch.compiler.is_compiling() or x.numel() == 0:
         return any(stride == 0 for stride, _ in dims)
@@ -109,7 +109,7 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def _check_sizes(tensors: dict[str, Tensor]) -> None:
-    """Refuse sizes that do not fit one another."""
+    """Refuse sizes of k, v and the caches that differ from one another."""
     for values, keys in (("v", "k"), ("v_cache", "k_cache")):
         if values in tensors and tensors[values].shape[:-1] != tensors[keys].shape[:-1]:
             raise ValueError(
@@ -126,7 +126,7 @@ def _check_sizes(tensors: dict[str, Tensor]) -> None:
 
 
 def _check_places(write: CacheWrite) -> None:
-    """Refuse, on a CPU, tokens that have no place, or that share one."""
+    """Refuse, on a CPU, tokens without a row in the cache, and two tokens that go to the same row."""
     for s, (_, tokens, _, keys) in enumerate(listed(write.bounds)):
         if tokens > keys:
             raise ValueError(
@@ -146,10 +146,10 @@ def _check_places(write: CacheWrite) -> None:
 class CacheWrite(NamedTuple):
     """One write of new keys and values: all tensors 4-D, sizes and dtypes checked, any strides.
 
-    Caches are (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); new ones (S, L, Hk, ·) or (1, T,
-    Hk, ·). v_cache and v are None for a cache of one kind. `bounds` and `block_table` belong to a `SequenceView` whose
-    queries are the new tokens. Entries of the table may be wrong, and a sequence may have fewer keys than new tokens:
-    neither may write outside of the caches.
+    Caches are (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); k and v are (S, L, Hk, ·) or
+    (1, T, Hk, ·). v_cache and v are None for a cache of keys only. `bounds` and `block_table` come from a
+    `SequenceView`; its queries are the new tokens. Entries of the table may be wrong, and a sequence may have more new
+    tokens than keys: a writer must not write outside of the caches then.
     """
 
     k_cache: Tensor
@@ -170,12 +170,12 @@ class CacheWrite(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to write, or no place for it."""
+        """Whether there are no tokens to write, or no rows to write to."""
         return self.k.numel() == 0 or self.k_cache.numel() == 0 or self.bounds.shape[0] == 0
 
 
 def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
-    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), or (False, 0, 0)."""
+    """Find the target of each row of k: (is_written, entry of the cache, row of the entry), or (False, 0, 0)."""
     own, token, is_token = token_places(write.bounds, write.k.shape[0], write.k.shape[1], write.packs_tokens)
     _, tokens, first, keys = write.bounds.long()[own].unbind(1)
     place = keys - tokens + token
@@ -191,10 +191,10 @@ def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_by_pytorch(write: CacheWrite) -> None:
-    """Write by index, without a look at the values: it waits for no device."""
+    """Write by `index_put_`, without waiting for the device."""
     is_written, entry, row = places(write)
-    # Sizes may not depend on values. So each row that goes nowhere repeats the first row that is written; where no row
-    # is written, all of them write back what is there.
+    # Sizes may not depend on values. So each row that is not to be written repeats the first row that is; if there is
+    # none, all rows write back the values of the cache.
     leader = is_written.int().argmax()
     source = torch.where(is_written, torch.arange(len(entry), device=entry.device), leader)
     entry, row = entry[source], row[source]
@@ -210,7 +210,7 @@ _find_faster: Callable[[CacheWrite], Writer | None] = lambda write: None
 
 
 def register(find_faster: Callable[[CacheWrite], Writer | None]) -> None:
-    """Ask `find_faster` for the writer of a write from now on; where it returns None, PyTorch writes."""
+    """Set the function that returns the writer of a `CacheWrite`, or None for `write_by_pytorch`."""
     global _find_faster
     _find_faster = find_faster
 

@@ -1,4 +1,4 @@
-"""`Sequences`: the layout of the sequences of a batch, packed one after another, padded, or with keys in pages."""
+"""`Sequences`: the layout of the sequences of a batch: packed one after another, padded, or with keys in pages."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ from ..problem import (
 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
-# How many layouts one object keeps, for instance for caches of several lengths. A layout has 4 numbers a sequence.
+# One object keeps up to this number of layouts, for example for caches of several lengths. A layout is int32 (S, 4).
 _MOST_LAYOUTS = 8
 _NAMES = ("q", "k", "v")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sequences:
-    """The layout of the S sequences of a batch: made once for a batch, and passed to `attention` by all of its layers.
+    """The layout of the S sequences of a batch. Create it once per batch, and pass it to `attention` in all layers.
 
-    `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
-    the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on.
+    Use `Sequences.packed`, `Sequences.padded` or `Sequences.paged`. Its tensors are on the device of q. It keeps the
+    caller's tensors, int32 or int64, without a copy: a change in place takes effect at the next call.
 
-    Their layout is made once for all layers, and anew after a change. On a CPU values are compared where torch counts
-    no changes: in inference mode, in memory that NumPy or a process shares. On a GPU each call lays out tensors
-    of inference mode anew. A kernel of another library changes tensors there uncounted; make new `Sequences` then.
+    Kernels need a table of these tensors, which is computed at the first call, and again after a change:
+
+    * torch counts changes of a tensor, except in inference mode and in memory that NumPy or another process uses, too.
+    * For such tensors, values are compared on a CPU; on a GPU the table is computed at each call.
+    * A GPU kernel of another library may change a tensor without being counted: create new `Sequences` then.
 
     Attributes:
-        layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
+        layout: "packed", "padded", "paged", or "paged_packed" if the queries of a paged batch are packed.
         cu_seqlens_q, cu_seqlens_k: (S + 1,), where each packed sequence begins, and where the last one ends; or None.
-        seqlens_q, seqlens_k: (S,), how many tokens of each slot are used; None for all.
-        block_table: (S, P), whose entry j // page_size is the page of key j; None without pages.
+        seqlens_q, seqlens_k: (S,), number of used tokens of each slot; None for all.
+        block_table: (S, P), entry (s, j // page_size) is the page of key j of sequence s; None without pages.
         max_seqlen_q, max_seqlen_k: bounds on the lengths, or None.
     """
 
@@ -76,20 +78,21 @@ class Sequences:
         seqlens_q: Tensor | None = None,
         seqlens_k: Tensor | None = None,
     ) -> Sequences:
-        """Describe sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
+        """Describe sequences packed one after another: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
 
         Args:
-            cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
-                cu_seqlens_q[s + 1].
-            cu_seqlens_k: the same for the keys; by default cu_seqlens_q.
-            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they change no bit of a
-                result. A mask or a bias by position needs them, because they are its sizes. Without cu_seqlens_k,
-                max_seqlen_k is max_seqlen_q by default.
-            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; later ones are
-                ignored.
+            cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from `cu_seqlens_q[s]` up to
+                `cu_seqlens_q[s + 1]`.
+            cu_seqlens_k: the same for the keys; by default `cu_seqlens_q`.
+            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they do not change a bit
+                of the result. A mask or a bias by position needs them, because they are its sizes. Without
+                cu_seqlens_k, max_seqlen_k is max_seqlen_q by default.
+            seqlens_q, seqlens_k: (S,), number of used tokens of each sequence, its first ones; later ones are ignored.
 
         Raises:
-            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes or devices differ, or a bound is negative; on a CPU also if `cu_seqlens` do not ascend
+                from 0, or a length is negative or above its bound.
 
         >>> import torch, flash_dmattn
         >>> two = flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]))
@@ -118,15 +121,16 @@ class Sequences:
         Causality and windows align the last used query with the last used key.
 
         Args:
-            seqlens_q: (S,), int32 or int64: how many queries of each slot are used; None for all Lq.
-            seqlens_k: (S,), how many keys of each slot are used.
+            seqlens_q: (S,), int32 or int64: number of used queries of each slot; None for all Lq.
+            seqlens_k: (S,), number of used keys of each slot.
 
         Raises:
-            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes or devices differ; on a CPU also if a length is negative.
 
         >>> import torch, flash_dmattn
         >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
-        >>> used = flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([9, 4]))  # keys 4 to 8 of a slot are not read
+        >>> used = flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([9, 4]))  # keys 4 to 8 of slot 1 are unused
         >>> out = flash_dmattn.attention(q, k, v, sequences=used)
         >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
         True
@@ -150,13 +154,15 @@ class Sequences:
         Args:
             block_table: (S, P), int32 or int64: key j of sequence s is row j % page_size of page
                 block_table[s, j // page_size].
-            seqlens_k: (S,): how many keys each sequence has, counting the keys of its queries.
+            seqlens_k: (S,), number of keys of each sequence, the keys of its queries included.
             cu_seqlens_q: as for `packed`.
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size by
                 default. They decide which kernels run, and so how results are rounded.
 
         Raises:
-            TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: shapes or devices differ, or a bound is negative; on a CPU also if a length is negative or
+                above its bound.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -174,7 +180,7 @@ class Sequences:
 
     @property
     def number(self) -> int:
-        """How many there are, S."""
+        """The number of sequences, S."""
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.shape[0] - 1
         assert self.seqlens_k is not None
@@ -182,14 +188,14 @@ class Sequences:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         one = self.seqlens_k if self.cu_seqlens_q is None else self.cu_seqlens_q
         assert one is not None
         return one.device
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        # Not by `getattr`: every call asks for them.
+        # Not by `getattr`, which is slower: every call needs them.
         tables = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k, self.block_table)
         return tuple([x for x in tables if x is not None])
 
@@ -206,7 +212,7 @@ class Sequences:
         return replace(self, **moved)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`. The kept layouts stay out: they go by versions, which a copy counts anew.
+        # For pickle, copy and `torch.save`. `_layouts` is left out: it is valid for the versions of these tensors only.
         tensors = (getattr(self, name) for name in _TENSORS)
         return Sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
 
@@ -221,11 +227,11 @@ class Sequences:
         """Describe a call with these sequences.
 
         Args:
-            q, k, v: of the call, or new keys and a cache.
-            names, rows: of the tensors and of the rows of q, for messages.
+            q, k, v: of the call; for `append_to_cache` the new keys and the cache.
+            names, rows: the names of q, k and v, and of the rows of q, for messages.
 
         Raises:
-            ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
+            ValueError: q, k or v do not have the shape that the layout needs, or are on another device.
         """
         rank_q, rank_k = RANKS[self.layout]
         for name, x, rank, shape in zip(names, (q, k, v), (rank_q, rank_k, rank_k), _SHAPES[self.layout], strict=True):
@@ -244,11 +250,11 @@ class Sequences:
         rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
         rows_k = k.shape[-3]
         if self.block_table is not None:
-            rows_k = self.block_table.shape[1] * page_size if k.shape[0] > 0 else 0  # no page has a key to read
+            rows_k = self.block_table.shape[1] * page_size if k.shape[0] > 0 else 0  # without pages there are no keys
         return self.spec_of(rows_q, rows_k, page_size)
 
     def spec_of(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
-        """Describe a call by the number of rows of q, `q.shape[-3]`, and of k, or of the tables of its pages."""
+        """Describe a call by the rows of q, `q.shape[-3]`, and of k (with pages, the keys in one row of the table)."""
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
             self.layout,
@@ -262,14 +268,14 @@ class Sequences:
         )
 
     def bounds_of(self, spec: SequenceSpec) -> Tensor:
-        """Make the bounds of a `SequenceView` anew: int32 (S, 4), within q, k and v whatever the tensors hold.
+        """Compute the bounds of a `SequenceView`, int32 (S, 4); they are within q, k and v whatever the tensors hold.
 
-        It reads no values, and so does not wait for a GPU.
+        It does not wait for a GPU, because no value is copied to the CPU.
         """
         queries = (self.cu_seqlens_q, self.seqlens_q, spec.rows_q, spec.max_seqlen_q)
         keys = (self.cu_seqlens_k, self.seqlens_k, spec.rows_k, spec.max_seqlen_k)
         first, lengths = _safe_bounds(*queries, spec.number, self.device)
-        # Self-attention. Not while compiling, where it would bind lengths that differ in calls to come.
+        # Self-attention. Not in a compiler, which would specialise the graph on whether the sizes are equal.
         is_one_side = queries[0] is keys[0] and queries[1] is keys[1] and not torch.compiler.is_compiling()
         if is_one_side and queries[2:] == keys[2:]:
             return torch.stack((first, lengths, first, lengths), 1)
@@ -278,16 +284,16 @@ class Sequences:
     def lay_out(
         self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> tuple[SequenceSpec, SequenceView]:
-        """Describe a call as `spec` does, and make what kernels receive, or return what an earlier layer has made.
+        """Describe a call as `spec` does, and make the tensors for kernels, or return the ones of an earlier layer.
 
         It does not wait for a GPU.
         """
         tensors = self._tensors
         first = tensors[0]
-        # Fake tensors have no values to compare. Wrong types are for `spec` to refuse.
+        # Fake tensors have no values to compare. `spec` refuses wrong types.
         is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        # The graph of a capture has to compute the layout from the tensors at every replay. A compiler cannot trace the
-        # question whether there is one.
+        # A captured CUDA graph has to compute the layout from the tensors at every replay. A compiler cannot trace the
+        # check whether a capture is running.
         is_traced = not is_plain or torch.compiler.is_compiling()
         if is_traced or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
             spec = self.spec(q, k, v, names=names, rows=rows)
@@ -302,10 +308,10 @@ class Sequences:
             return kept[1:]
         spec = self.spec(q, k, v, names=names, rows=rows)
         with outside_of_transforms():
-            states = list(map(_state, tensors))  # as they are before their values are read
+            states = list(map(_state, tensors))  # before values are used: a change in between is then noticed
             view = self._checked_layout(spec, k, names)
         if kept is None and len(self._layouts) >= _MOST_LAYOUTS:
-            for oldest in tuple(self._layouts)[:1]:  # a copy: another thread may add one
+            for oldest in tuple(self._layouts)[:1]:  # a copy, because another thread may add one
                 self._layouts.pop(oldest, None)
         self._layouts[slot] = states, spec, view
         return spec, view
@@ -319,17 +325,17 @@ class Sequences:
         table = self.block_table
         if table is not None:
             table = table.to(torch.int32)
-            # Kernels step through a row of pages one by one.
+            # Kernels require unit stride in a row of the table.
             table = table if table.stride(1) == 1 else table.contiguous()
         return SequenceView(self.bounds_of(spec), table)
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
-        """Read the values, and refuse wrong ones as a call on a CPU does; waits for the device.
+        """Check the values as a call on a CPU does, and refuse wrong ones; it waits for the device.
 
-        On a GPU a call does not look at values: wrong ones give wrong numbers, and never a fault.
+        On a GPU a call does not check values: with wrong ones results are wrong, but no memory fault occurs.
 
         Args:
-            q, k: of a call, to check the values against their sizes, too.
+            q, k: of a call, to compare the values with their sizes, too.
 
         Raises:
             ValueError: a sequence has a negative length, is longer than its slot or its bound, or reaches past q or
@@ -343,7 +349,7 @@ class Sequences:
     def _check_values(
         self, spec: SequenceSpec | None = None, pages: int = 0, names: tuple[str, str] = ("q", "k")
     ) -> None:
-        """Refuse values that do not fit one another, or not the call of `spec`, whose tensors have these names."""
+        """Refuse values that contradict one another or, with `spec`, the sizes of q and k; `names` are for messages."""
         rows_q, rows_k = (None, None) if spec is None else (spec.rows_q, spec.rows_k)
         _check_side("q", self.cu_seqlens_q, self.seqlens_q, rows_q, self.max_seqlen_q, names[0])
         lengths = _check_side("k", self.cu_seqlens_k, self.seqlens_k, rows_k, self.max_seqlen_k, names[1])
@@ -356,7 +362,7 @@ class Sequences:
                         )
 
 
-torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
+torch.serialization.add_safe_globals([Sequences])  # `torch.load` calls it, see `__reduce__`
 
 
 def check_and_lay_out(
@@ -368,7 +374,7 @@ def check_and_lay_out(
             f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences, as Sequences.packed "
             "makes one"
         )
-    # Compared by identity: values may differ where sizes agree, and nobody reads values.
+    # Compared by identity: equal sizes do not imply equal values, and comparing values would wait for a GPU.
     own = getattr(mask, "sequences", None)
     if own is not None and own is not sequences:
         raise ValueError(
@@ -383,7 +389,7 @@ def check_and_lay_out(
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
 _PAGES = "(pages, page_size, heads, head_dim)"
-# Shapes of q, k and v. Braces are replaced by the name of rows.
+# Shapes of q, k and v, for messages. Braces are replaced by the name of rows.
 _SHAPES = {
     "packed": (_TOKENS, *[_TOKENS.format("keys")] * 2),
     "padded": (_SLOTS, *[_SLOTS.format("keys")] * 2),
@@ -393,14 +399,14 @@ _SHAPES = {
 
 
 def _state(x: Tensor) -> int | Tensor | None:
-    """Return a state that differs if x has changed: its version; else a copy, unless that waits for a GPU."""
+    """Return a state that differs if x has changed: its version, or a copy, or None if a copy would be on a GPU."""
     if counts_changes(x):
         return x._version
     return x.clone() if x.device.type == "cpu" else None
 
 
 def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
-    """Return whether no tensor has changed since its state was taken; False where nobody can tell."""
+    """Return whether no tensor has changed since its state was taken; False if that is unknown."""
     for x, state in zip(tensors, states, strict=True):
         if counts_changes(x):
             if isinstance(state, Tensor) or x._version != state:
@@ -429,7 +435,7 @@ def _check_integers(tensors: dict[str, Tensor | None], *required: str) -> None:
 
 
 def _checked(sequences: Sequences) -> Sequences:
-    """Return the sequences once their sizes and bounds are checked, and on a CPU their values."""
+    """Check sizes and bounds, and on a CPU also values; return the sequences, with bounds as Python ints."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(sequences, name)
         if bound is None:
@@ -459,14 +465,14 @@ def _checked(sequences: Sequences) -> Sequences:
 def _safe_bounds(
     cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the first query, or key, of each sequence, and how many it has: int32, within the rows of the tensor."""
+    """Return the first query, or key, of each sequence and their number: int32, within the rows of the tensor."""
     limit = min(rows, most)
     if used is not None:
-        used = used.clamp(0, limit).to(torch.int32)  # clamped first: int64 has values that int32 has not
+        used = used.clamp(0, limit).to(torch.int32)  # clamped first, because int64 may not fit in int32
     if cu_seqlens is None:
         first = torch.zeros(number, dtype=torch.int32, device=device)
         return first, torch.full_like(first, limit) if used is None else used
-    # Made to ascend, because kernels look for a sequence among them.
+    # Made ascending, because kernels search them for the sequence of a row.
     edges = cu_seqlens.clamp(0, rows).to(torch.int32).cummax(0).values
     first, lengths = edges[:-1], edges[1:] - edges[:-1]
     return first, lengths.clamp(max=limit) if used is None else torch.minimum(lengths, used)
@@ -475,7 +481,10 @@ def _safe_bounds(
 def _check_side(
     side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None, tensor: str
 ) -> list[int]:
-    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`; return lengths, none if full."""
+    """Check the values for queries, side "q", or keys, "k"; return the lengths, [] if all slots are full.
+
+    `tensor` is the name of q or k in messages.
+    """
     lengths: list[int] = []
     slots: list[int] | None = None
     if cu_seqlens is not None:
@@ -505,10 +514,12 @@ def _check_side(
 
 
 class TokenPlaces(NamedTuple):
-    """Where each row of (S, L, ...) or (1, T, ...) belongs, all rows flattened: int64 (rows,) twice, and bool.
+    """The sequence of each row of a tensor (S, L, ...) or (1, T, ...), with all rows flattened.
 
-    `own` is the sequence, any existing one for a row of no sequence. `place` is the place among its tokens, which may
-    be negative or past them; `is_used` is whether the row is a token of its sequence.
+    Attributes:
+        own: int64 (rows,), the sequence; an arbitrary existing one for a row of no sequence.
+        place: int64 (rows,), the index of the row in that sequence; negative or too large if it is no token of it.
+        is_used: bool (rows,), whether the row is a token of the sequence.
     """
 
     own: Tensor
@@ -517,11 +528,11 @@ class TokenPlaces(NamedTuple):
 
 
 def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> TokenPlaces:
-    """Find the places of queries (entries, rows, ...), from the bounds (S, 4) of a `SequenceView`; S is at least 1."""
+    """Find the sequence of each query (entries, rows, ...) by the bounds of a `SequenceView`, (S, 4); S >= 1."""
     row = torch.arange(entries * rows, device=bounds.device)
     if is_packed:
         firsts = bounds[:, 0].long()
-        # The last sequence that begins at or before a row: empty ones begin where the next one does.
+        # The last sequence that begins at or before the row: an empty one begins at the same row as the next.
         own = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
         place = row - firsts[own]
     else:

@@ -1,4 +1,4 @@
-"""From a padded batch, or from nested tensors, to packed tokens and back."""
+"""Converts padded batches and nested tensors to packed tokens, and back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .layout import Sequences
 
 
 class Padding:
-    """The padding of a batch: takes it out of tensors, and puts it back.
+    """The padding of a batch, which it removes from tensors and puts back.
 
-    A model then computes embeddings and MLPs only for real tokens, and gives `sequences` to attention. Making one
-    waits for the device once, to count the tokens.
+    A model then computes embeddings and MLPs only for real tokens, and passes `sequences` to attention. The
+    constructor waits for the device once, to count the tokens.
 
     Args:
-        mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may be on either side, or
+        mask: (S, L), bool or 0/1 as tokenizers return it: which tokens are real. Padding may be on either side, or
             between.
 
     Attributes:
-        sequences: the tokens of each sequence: `Sequences.packed` with max_seqlen_q and max_seqlen_k.
-        indices: int64 (tokens,), the place of each in the flattened batch.
+        sequences: the real tokens of each row, as `Sequences.packed` with max_seqlen_q and max_seqlen_k.
+        indices: int64 (tokens,), the index of each real token in the flattened batch.
 
     Raises:
         TypeError: the mask is no tensor of bools or integers.
@@ -47,7 +47,7 @@ class Padding:
         if mask.dim() != 2:
             raise ValueError(f"mask has shape {tuple(mask.shape)}; it needs (sequences, tokens)")
         self._shape = (mask.shape[0], mask.shape[1])
-        with torch.inference_mode(False):  # what inference mode makes cannot be saved for a backward pass
+        with torch.inference_mode(False):  # autograd cannot save tensors that are made in inference mode
             real = mask != 0
             self.indices = real.flatten().nonzero().flatten()
             edges = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
@@ -58,7 +58,7 @@ class Padding:
 
         Raises:
             TypeError: x is no tensor.
-            ValueError: x has other sizes in front than the mask, or is on another device.
+            ValueError: the first two sizes of x differ from the sizes of the mask, or it is on another device.
         """
         self._check("x", x)
         if tuple(x.shape[:2]) != self._shape:
@@ -70,7 +70,7 @@ class Padding:
 
         Raises:
             TypeError: tokens is no tensor.
-            ValueError: there are more or fewer tokens than the mask has, or they are on another device.
+            ValueError: the mask has another number of tokens, or is on another device.
         """
         self._check("tokens", tokens)
         number = self.indices.shape[0]
@@ -89,7 +89,7 @@ class Padding:
 
 
 def restore_padding(shape: tuple[int, int], indices: Tensor, sequences: Sequences) -> Padding:
-    """Make a `Padding` of its fields; `torch.load` calls it, also with `weights_only=True`, its default."""
+    """Make a `Padding` from its fields, for `torch.load`, also with `weights_only=True`."""
     padding = Padding.__new__(Padding)
     padding._shape, padding.indices, padding.sequences = shape, indices, sequences
     return padding
@@ -99,9 +99,9 @@ torch.serialization.add_safe_globals([restore_padding])
 
 
 class Jagged:
-    """A call whose q, k and v are `torch.nested` tensors of the jagged layout, (S, j, H, D): tokens and sequences.
+    """Converts q, k and v that are jagged `torch.nested` tensors, (S, j, H, D), to packed tokens and `Sequences`.
 
-    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` has their layout.
+    The attributes q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` is their layout.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tools for people on top of the library: the command line, info and calibrate."""
+"""Tools of the command line: info and calibrate."""
 
 import io
 import os
@@ -9,7 +9,7 @@ PROGRAM = "python -m flash_dmattn"
 
 
 def require_torch(command: str) -> None:
-    """Leave with one line and status 1 where torch cannot be imported."""
+    """Exit with one line and status 1 if torch cannot be imported."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -17,8 +17,8 @@ def require_torch(command: str) -> None:
 
 
 def run_piped(main: Callable[[], int]) -> int:
-    """Return the exit status of `main`; 1 if the reader of its output, such as `head`, has ended before."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
+    """Return the exit status of `main`; 1 if the program that reads its output, such as `head`, has ended before."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # notebooks have another class
         # A damaged profile or a variable may have characters that stdout cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -26,6 +26,6 @@ def run_piped(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Python flushes stdout once more at its end, and would complain there.
+        # Python flushes stdout again at exit, and would report the error there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -24,31 +24,31 @@ from ..problem import device_arch
 from .info import find_driver
 from .verify import CASES, Outcome, verify_on
 
-# eager first: it is the yardstick of all backends, and compiles nothing. flex last: it compiles longest.
+# eager first: all backends are compared with it, and it does not compile. flex last: it compiles longest.
 ORDER = ("eager", "sdpa", "triton", "flex")
-CHECK_SHARE = 0.35  # of the time, after which no further check starts
+CHECK_SHARE = 0.35  # of the time; after it no further check starts
 ROW_SECONDS = 0.6  # of repetitions, for each backend and row
 LEAST, MOST = 3, 50  # repetitions
 _BAR = 24  # characters
 # On a CPU the lengths of all rows are divided by it.
 _CPU_SHRINK = 4
-# A buffer that fills the caches of any GPU, written before each run, which then reads memory.
+# Size of a buffer, larger than the caches of any GPU, that is written before each run to flush them.
 _FLUSH_BYTES = 1 << 28
 _MOST_FLUSHES = 200
 
-# timer(run, seconds): the median milliseconds of run() in about so many seconds.
+# timer(run, seconds): the median milliseconds of run(), repeated for about this number of seconds.
 Timer = Callable[[Callable[[], object], float], float]
 
 
 class Instruments(NamedTuple):
-    """The functions that a run measures with; tests replace them.
+    """The functions that measure; tests replace them.
 
     Attributes:
-        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False;
-            of tiles check(classes, seconds) -> (class, verdicts) of each class that comes in time.
-        measure: measure(row, backend, seconds) -> its figures; of tiles measure(class, sizes, seconds) -> milliseconds.
-        clock: seconds that only grow.
-        gpu, arch, driver: names of the measured GPU, or of the CPU, whose arch is "cpu".
+        check: check(has_time) -> outcomes of the checks against the formula; no check starts after has_time() is False.
+            For tiles: check(classes, seconds) -> (class, verdicts) of each class that is finished in time.
+        measure: measure(row, backend, seconds) -> figures. For tiles: measure(class, sizes, seconds) -> milliseconds.
+        clock: returns seconds, monotonic.
+        gpu, arch, driver: names of the measured GPU, or of the CPU with arch "cpu".
     """
 
     check: Callable[..., Any]
@@ -60,7 +60,7 @@ class Instruments(NamedTuple):
 
 
 def instruments_on(device: torch.device, check: Callable[..., Any], measure: Callable[..., Any]) -> Instruments:
-    """Return the instruments of a GPU, which becomes the current one: checks compute there."""
+    """Return the instruments of a GPU, and make it the current device, on which checks compute."""
     torch.cuda.set_device(device)
     driver = find_driver()[0].get("version", "unknown")
     return Instruments(check, measure, time.monotonic, torch.cuda.get_device_name(device), device_arch(device), driver)
@@ -70,7 +70,7 @@ def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the GPU of an index, or the CPU.
 
     Returns:
-        1 where the device cannot be measured or the profile cannot be written, else 0.
+        1 if the device cannot be measured or the profile cannot be written, else 0.
     """
     device = torch.device("cpu")
     if chosen != "cpu":
@@ -100,12 +100,12 @@ def _instruments(device: torch.device) -> Instruments:
 
 
 def backends_of(arch: str) -> tuple[str, ...]:
-    """Return the backends that are timed on an architecture, in the order of their turns."""
+    """Return the backends that are timed on an architecture, in this order."""
     return tuple(name for name in ORDER if name in measured_on(arch))
 
 
 def share(chosen: int | Literal["cpu"], path: str) -> int:
-    """Write the profile of the GPU of an index to a file to share; return 1 where there is none, else 0."""
+    """Write the profile of the GPU of an index to a file for other users; return 1 on an error, else 0."""
     device, why = device_of(chosen)
     if device is None:
         return fail(why)
@@ -140,7 +140,7 @@ def device_of(chosen: int | Literal["cpu"]) -> tuple[torch.device | None, str]:
 
 
 def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
-    """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
+    """Measure with these instruments, print the table to `stream`, and write the profile to its file."""
     gpu = instruments.gpu
     compiles = "" if instruments.arch == "cpu" else ", most of them compiling"
     stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s{compiles}\n")
@@ -160,7 +160,7 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
 
 
 def former(gpu: str, arch: str) -> Profile | None:
-    """Return the profile of this GPU made with these versions, to which a run adds; None if there is none."""
+    """Return the profile of this GPU with these versions, which a run extends; None if there is none."""
     try:
         profile = read(profiles.path_of(gpu))
     except ProfileError:
@@ -170,14 +170,14 @@ def former(gpu: str, arch: str) -> Profile | None:
 
 
 def new_profile(gpu: str, arch: str, driver: str) -> Profile:
-    """Return a profile without figures, made now with these versions."""
+    """Return a profile without figures, with the current time and versions."""
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     v = profiles.versions()
     return Profile(gpu, arch, v["library"], v["torch"], v["triton"], driver, made, wrong={}, rows={})
 
 
 def save(profile: Profile, stream: TextIO) -> int:
-    """Write a profile to its place, and put it in force; return 1 where it cannot be written, else 0."""
+    """Write a profile to its file and use it from now on; return 1 if it cannot be written, else 0."""
     if process.profile == "off":
         stream.write("FLASH_DMATTN_PROFILE=off: no profile is written\n")
         return 0
@@ -192,7 +192,7 @@ def save(profile: Profile, stream: TextIO) -> int:
 
 
 def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) -> Profile:
-    """Return the profile of checks and timings, as many as end in these seconds."""
+    """Return the profile of the checks and timings that can be made in these seconds."""
     clock = instruments.clock
     started = clock()
     backends = backends_of(instruments.arch)
@@ -203,7 +203,7 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
     rows: dict[str, dict[str, Figures]] = {}
     longest = 0.0
     for row in ROWS:
-        # A row that compiles as long as the longest one so far would end too late.
+        # If this row takes as long as the longest one so far, it would end too late.
         begun = clock()
         if begun - started + longest > seconds:
             progress.skip(len(backends))
@@ -219,7 +219,7 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
 
 
 def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
-    """Name by backend the first check that it failed; on a GPU triton fails, too, where a case was not checked."""
+    """Return for each backend the first check that it failed. On a GPU triton also fails if a case was not checked."""
     wrong: dict[str, str] = {}
     for outcome in outcomes:
         if not outcome.passed and outcome.backend in measured_on(arch):
@@ -235,7 +235,7 @@ def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
 
 
 def effect(arch: str, left_out: str, what: str, reader: str, taken: str) -> str:
-    """Return lines on what a part of a profile, "rules" or "tiles", changes for its reader, and what it lacks."""
+    """Return lines of text about the effect of a part of a profile, "rules" or "tiles", and `left_out`."""
     lines = [left_out] if left_out else []
     if process.profile == "off":
         lines.append(f"FLASH_DMATTN_PROFILE=off: {reader} reads none in this environment")
@@ -253,12 +253,12 @@ def fail(message: str) -> int:
 
 
 class Progress:
-    """Show the steps done of all, the step that runs and the seconds: as a bar on a terminal, else as lines.
+    """Show the number of steps done, the running step and the seconds: as a bar on a terminal, else as lines.
 
     Args:
         stream: where to write.
         total: number of steps.
-        clock: seconds that only grow.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]) -> None:
@@ -270,13 +270,13 @@ class Progress:
         seconds = self.clock() - self.started
         filled = _BAR * self.done // max(1, self.total)
         text = f"[{'#' * filled}{'.' * (_BAR - filled)}] {self.done:2}/{self.total}  {seconds:4.0f} s  {name}"
-        # The rest of the line before is blanked.
+        # Padded, to overwrite the previous line.
         self.stream.write(f"\r{text:<79}" if self.on_terminal else f"{text}\n")
         self.stream.flush()
         self.skip(1)
 
     def skip(self, steps: int) -> None:
-        """Count steps as done that are left out."""
+        """Count steps that are left out as done."""
         self.done = min(self.done + steps, self.total)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Progress:
 
 
 def table(profile: Profile) -> str:
-    """Tabulate by class of calls the milliseconds forward and backward of each backend, and which auto would take."""
+    """Return a table of the milliseconds of each backend for each class of calls, and the choice of auto."""
     lines: list[tuple[str, ...]] = [("class of calls", *measured_on(profile.arch), "auto takes")]
     for row in ROWS:
         figures = profile.rows.get(row.name)
@@ -305,7 +305,7 @@ def table(profile: Profile) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Join the cells of each line, all cells of a column as wide as its widest one."""
+    """Join the cells of each line, padded to the width of their column."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
 
@@ -317,7 +317,7 @@ def _cell(figures: Figures) -> str:
 
 
 def choice(profile: Profile, row: str, with_gradients: bool) -> str:
-    """Name the backend that auto takes in a row, if the rules of each accept the call."""
+    """Return the name of the backend that auto chooses in a row, if all backends accept the call."""
     judged = judge(profile, (row,), with_gradients)
     if judged is None:
         return "as without"
@@ -330,7 +330,7 @@ def choice(profile: Profile, row: str, with_gradients: bool) -> str:
 
 
 def time_on_host(run: Callable[[], object], seconds: float) -> float:
-    """Return the median milliseconds of as many runs as fit, by the clock of the host."""
+    """Return the median milliseconds of runs for about these seconds, by the clock of the host."""
     times: list[float] = []
     while len(times) < LEAST or (sum(times) < 1e3 * seconds and len(times) < MOST):
         began = time.perf_counter()
@@ -342,8 +342,8 @@ def time_on_host(run: Callable[[], object], seconds: float) -> float:
 class EventTimer:
     """Times runs on the current stream by CUDA events.
 
-    Before each run the device gets so much to write that it is still busy when the host has enqueued the run. So the
-    time is the kernels' own, however long the host takes to launch them.
+    Before each run the device gets enough writes to be busy until the host has enqueued the run. So the time of the
+    host's launches is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -352,12 +352,12 @@ class EventTimer:
         self.flush_milliseconds = self._times(self.flushed.zero_, 1, 1)[0]
 
     def __call__(self, run: Callable[[], object], seconds: float) -> float:
-        """Return the median of as many runs as fit, in milliseconds; the first call of `run` was before."""
+        """Return the median milliseconds of runs for about these seconds; `run` needs to have been called before."""
         began = time.perf_counter()
         run()
         host = 1e3 * (time.perf_counter() - began)
         torch.cuda.synchronize()
-        # So many flushes outlast the launch of a run by half.
+        # These flushes take 1.5 times as long as the launch of a run.
         flushes = min(max(math.ceil(1.5 * host / max(self.flush_milliseconds, 1e-3)), 1), _MOST_FLUSHES)
         (first,) = self._times(run, 1, flushes)
         count = int(min(max(1e3 * seconds / (first + flushes * self.flush_milliseconds), LEAST), MOST))
@@ -376,14 +376,14 @@ class EventTimer:
 
 
 def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
-    """Make the arguments of the call of a row, random tensors, as leaves that need what the row asks for.
+    """Make the arguments of the call of a row: random tensors, leaves with the gradients that the row needs.
 
-    They have bf16 on GPUs and fp32 on CPUs.
+    They are bf16 on GPUs and fp32 on CPUs.
 
     Args:
         row: the class of calls.
-        device: where.
-        shrink: divides the lengths, for tests.
+        device: of the tensors.
+        shrink: divides the lengths, for CPUs and tests.
     """
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -405,13 +405,14 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
 def measure(
     row: Row, backend: BackendName, seconds: float, device: torch.device, timer: Timer, shrink: int = 1
 ) -> Figures:
-    """Time a backend on a row; a refusal, an exception or a result that is not finite is the error of the figures.
+    """Time a backend on a row. A refusal, an exception or a result that is not finite becomes `Figures.error`.
 
     Args:
         row: the class of calls.
         backend: its name.
-        seconds: about how long its repetitions may take; compiling comes before.
-        device, timer: where and how.
+        seconds: approximate time for repetitions, compilation not included.
+        device: where to run.
+        timer: measures a function, see `Timer`.
         shrink: as for `call_of`.
     """
     call = call_of(row, device, shrink)
@@ -436,7 +437,7 @@ def measure(
             return Figures(error="its results are not finite")
         passes = 2 if leaves else 1
         return Figures(timer(forward, seconds / passes), timer(backward, seconds / passes) if leaves else None)
-    except Exception as raised:  # any failure of a backend is what is measured here
+    except Exception as raised:  # any failure of a backend is a result here
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return Figures(error=" ".join(f"{type(raised).__name__}: {raised}".split())[:200])

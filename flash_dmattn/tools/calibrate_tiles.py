@@ -1,8 +1,8 @@
 """`python -m flash_dmattn calibrate --tiles`: check and time tiles of the Triton kernels, and put the fastest into the
 profile.
 
-Each class of tiles is compiled and checked by a process of its own. A tile whose machine code fails then spoils the GPU
-only for that process, and processes compile side by side. After that this process times the tiles that were right.
+Each class of tiles is compiled and checked in a separate process. Processes compile in parallel, and after an illegal
+access in a kernel only that process cannot use the GPU any more. Then this process times the tiles that were right.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ from .verify import error
 
 CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
 CLASS_SECONDS = 0.6  # of repetitions for each class
-LEAST_GAIN = 0.02  # that a tile needs to replace the one of the table; less may be chance
+LEAST_GAIN = 0.02  # a tile needs it to replace the tile of the table; a smaller gain may be noise
 MOST_PROCESSES = 12
-_PROCESS_BYTES = 3 << 30  # of GPU memory that a process may need
+_PROCESS_BYTES = 3 << 30  # GPU memory that a process may need
 
 BATCH, NUM_HEADS, SEQLEN, SEQLEN_BIAS = 2, 8, 4096, 2048
-# The gradients that make the backward pass run a kernel, and few more. "product" needs what "keys" stores.
+# For each kernel, gradients for which the backward pass runs it and as little else as possible. "product" also runs
+# "keys", because it needs its results.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "forward": (),
     "keys": ("k", "v"),
@@ -63,7 +64,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 
 class TileClass(NamedTuple):
-    """The tiles of one kernel for the head dims of one row, with or without a bias of one value per score."""
+    """The tiles of one kernel for one row of head dims, with or without a bias of one value per score."""
 
     kernel: str
     row: int
@@ -71,18 +72,18 @@ class TileClass(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that profiles have for it."""
+        """Its name in profiles."""
         return class_name(*self)
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Inputs whose gradients the timed pass computes; none if it is the forward pass."""
+        """Inputs for which the timed pass computes gradients; none if it is the forward pass."""
         needed = _NEEDED[self.kernel]
         return (*needed, "bias") if self.kernel == "keys" and self.has_bias else needed
 
 
 def _classes() -> Iterator[TileClass]:
-    """List the classes of most programs first: if time is short, the last ones are not reached."""
+    """Yield classes, the most common ones first: if there is little time, the last ones are not measured."""
     for rows in ((64, 128), (256,)):
         for has_bias in (False, True):
             kernels = ("forward", "keys", "queries", *(("product", "bias") if has_bias else ()))
@@ -91,12 +92,12 @@ def _classes() -> Iterator[TileClass]:
 
 CLASSES = {each.name: each for each in _classes()}
 
-# Why a tile is out, by its sizes; "" for one that was right. The first tile is the one of the table.
+# Sizes of a tile -> why it cannot be used, or "" if it was right. The first tile comes from the tile table.
 Verdicts = dict[Sizes, str]
 
 
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
-    """Calibrate the tiles of the GPU of an index; return 1 where that cannot be done or written, else 0."""
+    """Calibrate the tiles of the GPU of an index; return 1 if it cannot be measured or the profile not written."""
     device, why = device_of(chosen)
     if device is None:
         return fail(why)
@@ -135,14 +136,14 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
     return status
 
 
-# Milliseconds of each tile of a class, or why it was not timed.
+# Sizes of a tile -> milliseconds, or why it was not timed.
 Times = dict[Sizes, "float | str"]
 
 
 def measured(
     instruments: Instruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
 ) -> dict[str, Times]:
-    """Return the times by class, of as many classes as end in these seconds."""
+    """Return the times by class, for the classes that can be measured in these seconds."""
     clock = instruments.clock
     started = clock()
     progress = Progress(progress_stream, 2 * len(classes), clock)
@@ -164,7 +165,7 @@ def measured(
 
 
 def _time(instruments: Instruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
-    """Return milliseconds, or why there are none: the tensors of a call may not fit in the memory of a GPU in use."""
+    """Return milliseconds, or the message if the GPU, which other programs may use, is out of memory."""
     try:
         return instruments.measure(each, sizes, seconds)
     except torch.OutOfMemoryError as raised:
@@ -177,14 +178,14 @@ def message_of(raised: Exception) -> str:
 
 
 def fastest(times: Times) -> Sizes:
-    """Return the tile to take: the table's, which is the first, unless another one is clearly faster or it failed."""
+    """Return the tile to use: the first, from the tile table, unless it failed or another one is clearly faster."""
     known = {sizes: x for sizes, x in times.items() if isinstance(x, float)}
     best, own = min(known, key=lambda sizes: known[sizes]), next(iter(times))
     return own if known.get(own, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
 
 
 def table(timed: Mapping[str, Times]) -> str:
-    """Tabulate by class the milliseconds of each tile, and which is taken; the first tile is the one of the table."""
+    """Return a table of the milliseconds of each tile of each class, and which tile is taken."""
     lines = [("class", "tile: queries x keys, warps, stages", "ms", "")]
     for name, times in timed.items():
         for sizes, x in times.items():
@@ -199,7 +200,7 @@ def table(timed: Mapping[str, Times]) -> str:
 
 @contextlib.contextmanager
 def preferring(name: str, sizes: Sizes) -> Iterator[None]:
-    """Let the kernels of a class take a tile; other kernels take the tile table."""
+    """Use a tile for the kernels of a class, and the tile table for other kernels."""
     preferred_tiles.prefer(lambda arch: {name: sizes})
     try:
         yield
@@ -212,7 +213,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
 
     Args:
         each: the class.
-        device: where.
+        device: of the tensors.
         shrink: divides the length, for tests.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -224,7 +225,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
 
     call: dict[str, Any] = {name: normal(name, BATCH, seqlen, NUM_HEADS, each.row) for name in ("q", "k", "v")}
     if each.has_bias:
-        # The batch shares a bias whose gradient has a kernel of its own, with which "queries" computes dq.
+        # With one bias for the whole batch a separate kernel, "bias", computes dbias, and "queries" computes dq.
         batch = 1 if each.kernel in ("queries", "bias") else BATCH
         call["bias"] = normal("bias", batch, NUM_HEADS, seqlen, seqlen)
     else:
@@ -243,17 +244,17 @@ def pass_of(each: TileClass, call: Mapping[str, Any], backend: BackendName) -> C
     if not each.needed:
         return forward
     out, leaves = forward()[0], [call[name] for name in each.needed]
-    # A gradient that is not the same for all rows: for one of ones, ds would be zero without the rounding of out.
+    # Not a gradient of ones, for which ds would be zero except for rounding.
     generator = torch.Generator(out.device).manual_seed(1)
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float32, device=out.device).to(out.dtype)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, shrink: int = 1) -> Verdicts:
-    """Compare the results of each tile with the results of the first, by the rule of accuracy.
+    """Compare the errors of each tile with the errors of the first one, by the rule of accuracy.
 
-    Errors are compared with errors of eager PyTorch in fp32. A tile is right if its error is at most RATIO times the
-    error of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
+    Errors are differences from eager PyTorch in fp32. A tile is right if its error is at most RATIO times the error of
+    the first tile, plus FLOOR. After a tile that made the GPU unusable, the remaining tiles get no verdict.
     """
     call = call_of(each, device, shrink)
     exact_call = dict(call)
@@ -281,7 +282,7 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
 
 
 def _is_broken(device: torch.device) -> bool:
-    """Return whether this process can no longer use the GPU, after a kernel that failed on it."""
+    """Return whether this process cannot use the GPU any more, after a kernel failed."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -290,7 +291,7 @@ def _is_broken(device: torch.device) -> bool:
 
 
 class Passes:
-    """Times passes: `passes(class, sizes, seconds)` returns milliseconds; it keeps the tensors of the last class."""
+    """Measures the kernel of a class: `passes(class, sizes, seconds)` returns milliseconds; keeps the last tensors."""
 
     def __init__(self, device: torch.device, timer: Timer, shrink: int = 1) -> None:
         self.device, self.timer, self.shrink = device, timer, shrink
@@ -309,7 +310,7 @@ class Passes:
 def check_in_processes(
     index: int, classes: Sequence[TileClass], seconds: float
 ) -> Iterator[tuple[TileClass, Verdicts]]:
-    """Check classes in processes of their own, as many at once as there are cores and memory of the GPU for."""
+    """Check each class in a separate process; cores and GPU memory limit the number of processes at once."""
     free, _ = torch.cuda.mem_get_info(index)
     count = max(1, min(os.cpu_count() or 1, MOST_PROCESSES, free // _PROCESS_BYTES))
     deadline = time.monotonic() + seconds
@@ -333,11 +334,11 @@ def check_in_processes(
                 if verdicts:
                     yield waiting[ended], verdicts
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # else Ctrl-C would wait until all classes are checked
+            pool.shutdown(wait=False, cancel_futures=True)  # otherwise Ctrl-C would wait until all classes are checked
 
 
 def read_verdicts(text: str) -> Verdicts | None:
-    """Return the verdicts that a process has printed; None if it ended before it knew any."""
+    """Return the verdicts that a process has printed; None if it has not printed any."""
     lines = text.splitlines()
     return {tuple(sizes): why for sizes, why in json.loads(lines[-1])} if lines else None
 

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn info`: what is installed, which backends work here and which settings are in force."""
+"""`python -m flash_dmattn info`: installed versions, the backends that work here, and the settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import require_torch
 Report = dict[str, Any]
 
 PREFIX = "FLASH_DMATTN_"
-# Read by this package, and by the build of its extension.
+# Variables of this package, and of the build of its extension.
 OURS = (
     "FLASH_DMATTN_BACKEND",
     "FLASH_DMATTN_DISABLE",
@@ -34,7 +34,7 @@ OURS = (
     "FLASH_DMATTN_HEAD_DIMS",
     "FLASH_DMATTN_RACECHECK",
 )
-# The same with variables of libraries that its backends run on.
+# The same, and variables of libraries that the backends use.
 ENVIRONMENT = (*OURS, "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; with --verify 1 if a result is wrong, otherwise 0."""
+    """Print the report; return 1 if --verify finds a wrong result, otherwise 0."""
     report = collect()
     if not arguments.json:
         print(render(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None), flush=True)
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> Report:
-    """Collect everything the command knows, as plain data."""
+    """Collect the report, as plain data."""
     torch = _imported("torch")
     if "error" not in torch:
         torch["cuda"] = importlib.import_module("torch").version.cuda
@@ -96,14 +96,14 @@ def collect() -> Report:
 
 
 def _profiles() -> Report:
-    """Return by architecture of this machine's CPU and GPUs the profile of `calibrate`, or why none is in force."""
+    """Return for each architecture of this machine's CPU and GPUs its profile, or why none is used."""
     from ..dispatch import profiles
 
     report: Report = {}
     for arch in profiles.arches_here():
         there = profiles.find(arch)
         made = None if there.profile is None else there.profile.made
-        # On Hopper what was measured beforehand counts, and a profile only where settings say so.
+        # On Hopper the built-in rules decide, unless FLASH_DMATTN_RULES=profile.
         decides = there.profile is not None and (arch != "sm_90" or process.rules == "profile")
         report[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
     return report
@@ -112,14 +112,14 @@ def _profiles() -> Report:
 def _imported(name: str) -> Report:
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # a broken installation raises whatever it likes, and the report has to show what
+    except Exception as error:  # a broken installation may raise any exception, which the report has to show
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         return {"error": "not installed" if is_missing else f"{type(error).__name__}: {error}"}
     return {"version": getattr(module, "__version__", "unknown")}
 
 
 def _extension() -> Report:
-    """Return the record of the build in the compiled extension, which is not loaded, or why there is none."""
+    """Return the build record of the compiled extension, without loading it, or why there is none."""
     try:
         path = find()
         if path is not None:
@@ -131,7 +131,7 @@ def _extension() -> Report:
 
 
 def find_driver() -> tuple[Report, list[Report]]:
-    """Ask nvidia-smi, which needs no torch, for the NVIDIA driver and its GPUs."""
+    """Return the NVIDIA driver and its GPUs, from nvidia-smi, which works without torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"error": "nvidia-smi is not on PATH"}, []
@@ -200,7 +200,7 @@ def _backends() -> dict[str, Report]:
 
 
 def render(report: Report, columns: int | None = None) -> str:
-    """Lay the report out as an aligned table; values that would end past so many columns continue on the next line."""
+    """Format the report as an aligned table; values longer than the width `columns` continue on the next line."""
 
     def version(part: Report) -> str:
         return part.get("version") or f"cannot be used: {part['error']}"
@@ -261,7 +261,7 @@ def _extension_lines(build: Report) -> list[str]:
 
 
 def _profile_lines(profiles: Report) -> list[str]:
-    """Return what auto uses on each architecture, with the command that makes a profile where there is none."""
+    """Return for each architecture the profile that auto uses, or the command that makes one."""
     lines = []
     for arch, profile in profiles.items():
         if profile["made"] is None:

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn info --verify`: each backend on a small case of each feature, against the formula in fp64."""
+"""`python -m flash_dmattn info --verify`: compares each backend with the formula in fp64, on one case per feature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..problem import dtype_name
 from ..reference import formula, yardstick
 from ..reference.yardstick import FLOOR, RATIO
 
-# Odd lengths that differ, so that a tail and the bottom-right alignment are met.
+# Lengths are odd and differ, to test partial tiles and the bottom-right alignment.
 BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
 OUTPUTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv", "dbias")
 
@@ -43,7 +43,7 @@ class Case:
         return OUTPUTS + tuple(f"d{name}" for name in self.needs_grad)
 
     def sample(self, device: str, dtype: torch.dtype) -> Sample:
-        """Draw its tensors, the same on every device and for every backend."""
+        """Draw its tensors; they are equal for every device and backend."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -57,7 +57,7 @@ class Case:
         mask = None
         if self.mask is not None:
             mask = torch.rand(self.mask, generator=generator, dtype=torch.float32, device="cpu") < 0.5
-            mask[..., 0] = True  # no row is empty by chance
+            mask[..., 0] = True  # so that no row is empty by chance
             if self.empty_rows:
                 mask[..., ::5, :] = False
             mask = mask.to(device)
@@ -69,7 +69,7 @@ class Case:
 
 
 CASES = (
-    # The first one shows most, for backends that serve a part of a call only.
+    # First, because for a backend that supports only a part of a call, `check` runs the part on one case only.
     Case(
         "all together",
         num_heads_k=2,
@@ -99,11 +99,11 @@ class Outcome:
     limits: dict[str, float] = field(default_factory=dict)
     reasons: tuple[Reason, ...] = ()
     exception: str | None = None
-    backward: str | None = None  # the backend of the backward pass, where it is another
+    backward: str | None = None  # the backend of the backward pass, if it is another one
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The results that are outside their limit; NaN is."""
+        """The results with an error above their limit, or NaN."""
         return tuple(name for name in self.errors if not self.errors[name] <= self.limits[name])
 
     @property
@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """One word or two for the table."""
+        """A short verdict for the table."""
         if not self.passed:
             return "FAIL"
         if not self.errors:
@@ -121,7 +121,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for json.dumps."""
-        # JSON has no word for NaN and infinity.
+        # JSON has no NaN and no infinity.
         finite = {name: x if math.isfinite(x) else str(x) for name, x in self.errors.items()}
         return {
             "backend": self.backend,
@@ -159,7 +159,7 @@ def verify_on(
 ) -> list[Outcome]:
     """Run some backends on every case on one device; write the table to `stream` row by row.
 
-    Once `has_time`, which is called before each case, is False, no further case is begun.
+    `has_time` is called before each case; it ends when that returns False.
     """
     name = dtype_name(dtype)
     header = "backend".ljust(11) + "case".ljust(23) + "".join(x.ljust(15) for x in (*OUTPUTS, *GRADIENTS)) + "verdict"
@@ -171,7 +171,7 @@ def verify_on(
     samples = [case.sample(device, dtype) for case in CASES]
 
     def show(backend: str, case: str, check: Callable[[], Outcome]) -> Outcome:
-        # Before the run, because the first call of a compiled backend takes its time.
+        # Before the run, because the first call of a compiled backend takes long.
         stream.write(backend.ljust(11) + case.ljust(23))
         stream.flush()
         outcome = check()
@@ -199,10 +199,10 @@ def verify_on(
 
 
 class Sample:
-    """One call with its tensors; `check` compares a backend with the formula on it.
+    """One call with its tensors; `check` compares the results of a backend with the formula.
 
-    `tensors` has q, k, v and, if there is one, bias, and `flags` the other arguments of `attention`. `results` names
-    what to compare, a part of `OUTPUTS` and `GRADIENTS`. `dlse` is not read if lse is no result.
+    `tensors` has q, k, v and, if there is one, bias, and `flags` the other arguments of `attention`. `results` are the
+    names of the compared results, out of `OUTPUTS` and `GRADIENTS`. `dlse` is not used if lse is no result.
     """
 
     def __init__(
@@ -219,12 +219,12 @@ class Sample:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """All results by the formula in fp64."""
+        """All results of the formula in fp64."""
         return self._run(formula.attention, self.results, exact=True)
 
     @cached_property
     def yardstick(self) -> Outcome:
-        """The errors of plain PyTorch in the dtypes of the call, which make the limits of every backend."""
+        """The errors of plain PyTorch in the dtypes of the call, from which the limits of all backends are computed."""
         call = {"mask": None, "bias": None, **self.tensors, **self.flags}
         dlse = self.dlse if "lse" in self.results else None
         plain = (*formula.attention(**call), *yardstick.gradients(self.dout, dlse, **call))
@@ -234,9 +234,9 @@ class Sample:
         return replace(self._outcome("formula"), errors=errors, limits=limits)
 
     def check(self, backend: str, allow_partial: bool) -> Outcome:
-        """Compare a backend with the formula; `allow_partial` lets it run less of a call that it refuses as a whole.
+        """Compare a backend with the formula; with `allow_partial` it runs only outputs if it refuses the whole call.
 
-        One case shows a part: to compile one for each case would take minutes.
+        The caller allows that for one case only, because to compile it for each case would take minutes.
         """
         wanted = self.results
         reasons = self._refusal(backend, wanted)
@@ -258,7 +258,7 @@ class Sample:
         return replace(self._outcome(backend), **changes)
 
     def explain(self, wanted: tuple[str, ...] | None = None, backend: BackendChoice = "auto") -> Explanation:
-        """Explain the call, or the part of it that has the results `wanted`."""
+        """Explain the call, or the part that computes the results `wanted`."""
         wanted = self.results if wanted is None else wanted
         return explain(**self._leaves(wanted), **self.flags, return_lse="lse" in wanted, backend=backend)
 
@@ -270,7 +270,7 @@ class Sample:
         return verdict.reasons
 
     def _backward_partner(self, backend: str) -> str | None:
-        """Name the backend whose backward pass completes the forward pass of this one; None where there is none."""
+        """Return a backend that can compute the backward pass for this one's forward pass; None if there is none."""
         if BACKENDS[backend].is_differentiable:
             return None
         others = (x for x in available_backends() if x != backend and not BACKENDS[x].is_differentiable)
@@ -283,7 +283,7 @@ class Sample:
     def _run(
         self, function: Callable[..., Any], wanted: tuple[str, ...], exact: bool = False, **more: Any
     ) -> dict[str, Tensor]:
-        """Name the outputs of a function and their gradients."""
+        """Call a function and return its outputs and their gradients by name."""
         leaves = self._leaves(wanted, exact)
         outputs = function(**leaves, **self.flags, **more)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -298,7 +298,7 @@ class Sample:
 
 
 def error(x: Tensor, oracle: Tensor) -> float:
-    """Return |x - oracle| / |oracle|; infinity if both differ in an infinity, NaN if x has one."""
+    """Return |x - oracle| / |oracle|; infinity if infinite values differ, NaN if x has NaN."""
     x = x.to(oracle.dtype)
     infinite = oracle.isinf()
     if not x[infinite].equal(oracle[infinite]):

@@ -314,8 +314,8 @@ _PYTHON = (
     Fault(
         "transformers: arguments that layers share belong to the transform that made them",
         "flash_dmattn/integrations/transformers/mask_function.py",
-        "if is_transformed():  # what is made there",
-        "if False:  # what is made there",
+        "if is_transformed():  # tensors that are made",
+        "if False:  # tensors that are made",
         (f"{_KEPT}[documents-jvp]",),
     ),
     Fault(

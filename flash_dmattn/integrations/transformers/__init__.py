@@ -1,6 +1,6 @@
 """flash_dmattn as an attention implementation of transformers, under the name "dmattn"; docs/transformers.md.
 
-`register` makes the name known. `check` reports what each attention module of a model runs on.
+`register` registers the name. `check` reports for each attention module of a model whether it runs on flash_dmattn.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from .models import asks_for_attention, computes_attention, masking_utils, no_in
 
 __all__ = ["check", "register"]
 
-# Without "flash": for a name with it transformers looks for a package of FlashAttention.
+# Without "flash", because for names with it transformers requires a FlashAttention package.
 NAME = "dmattn"
 
 
 def register(*, ignored_arguments: Iterable[str] = ()) -> str:
-    """Make flash_dmattn an attention implementation of transformers; a later call takes the place of an earlier one.
+    """Make flash_dmattn an attention implementation of transformers. A later call replaces an earlier one.
 
-    A model takes it with `attn_implementation="dmattn"` in `from_pretrained` or `from_config`, or with
-    `model.set_attn_implementation("dmattn")`. Masks are then described instead of written out for each pair of tokens.
+    Select it by `attn_implementation="dmattn"` in `from_pretrained` or `from_config`, or by
+    `model.set_attn_implementation("dmattn")`. Masks then are not tensors with a value for each pair of tokens.
 
     Args:
-        ignored_arguments: names of all arguments that models pass to their attention, and that change nothing in it.
-            Other unknown arguments are refused, also if an earlier call of `register` named them.
+        ignored_arguments: names of arguments that models pass to their attention and that do not change its result.
+            Other unknown arguments are refused, also if an earlier call of `register` has named them.
 
     Returns:
         The name, "dmattn".
 
     Raises:
         ImportError: on import of this package, without transformers 5.0 or later.
-        ValueError: an argument to ignore is one that attention needs.
+        ValueError: `ignored_arguments` has an argument that attention needs.
         TypeError: `ignored_arguments` is no list of names, or a single one.
 
-    Equivalent, in transformers' own words, to `AttentionInterface.register` and `AttentionMaskInterface.register`.
+    Equivalent to calls of `AttentionInterface.register` and `AttentionMaskInterface.register`.
 
     >>> import torch, transformers
     >>> from flash_dmattn.integrations.transformers import register
@@ -68,10 +68,10 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One attention module of a model: its name there, and the name of its class.
+    """One attention module of a model: its name in the model, and the name of its class.
 
-    `problem` is why it does not run on flash_dmattn; None where it does. `calls` has an `Explanation` for each
-    different call that it made, and is empty without inputs.
+    `problem` is why it does not run on flash_dmattn; None if it does. `calls` has an `Explanation` for each different
+    call that it made; it is empty without inputs.
     """
 
     name: str
@@ -104,20 +104,20 @@ class Check:
 
 
 def check(model: nn.Module, **inputs: Any) -> Check:
-    """Report for each attention module of a model what it runs on, and why one does not run on flash_dmattn.
+    """Report for each attention module of a model its backends, or why it does not run on flash_dmattn.
 
     Args:
-        model: a model of transformers that has been given "dmattn".
-        inputs: of its forward. With them it runs once, with gradients if they are enabled, and each call is explained
-            as by `flash_dmattn.explain`; its weights and their gradients stay as they are. Without inputs nothing
-            runs: `check` reads the sources of the modules.
+        model: a model of transformers with `attn_implementation="dmattn"`.
+        inputs: of its forward, which runs once, with gradients if they are enabled. Each call is explained by
+            `flash_dmattn.explain`; weights and their gradients are not changed. Without inputs the model does not run,
+            and `check` only inspects the sources of its modules.
 
     Returns:
-        A `Check`: print it, or read its rows.
+        A `Check`: print it, or use its rows.
 
     Raises:
-        NotImplementedError: the model has no attention interface, so that nothing in it can run on flash_dmattn.
-            transformers constructs such a model with "dmattn" silently.
+        NotImplementedError: the model has no attention interface, so it cannot run on flash_dmattn. transformers
+            accepts "dmattn" for such a model without an error.
         TypeError: the model is no `torch.nn.Module`.
         Others: as the forward of the model.
 

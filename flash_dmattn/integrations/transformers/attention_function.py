@@ -1,4 +1,4 @@
-"""The attention function of "dmattn": what a layer of transformers passes, as one call of `flash_dmattn.attention`."""
+"""The attention function of "dmattn": converts the arguments of a transformers layer to a call of `attention`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias, is_called_without, is_captured, makes_zeros
 
-# Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
-# keys, and the outputs of a model are decided elsewhere.
+# Arguments that every attention function gets, and that do not matter here: the mask, the rotation of queries and keys,
+# and the outputs of a model are computed elsewhere.
 _HARMLESS = {
     "cache_position",
     "labels",
@@ -74,20 +74,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; every layer of a model calls it.
 
-    Tensors are (B, H, L, D), key and value not repeated. `attention_mask` is what `make_mask` returned, a bool tensor,
-    or a float tensor that is added to the scores, both 4-D and broadcastable to (B, Hq, Lq, Lk). Without a mask
-    `is_causal` of the layer counts.
+    Tensors are (B, H, L, D); heads of key and value are not repeated. `attention_mask` is the result of `make_mask`, a
+    bool tensor, or a float tensor that is added to the scores; tensors are 4-D and broadcastable to (B, Hq, Lq, Lk).
+    Without a mask the layer's `is_causal` counts.
 
     Args:
-        position_bias: (B or 1, Hq, Lq, Lk) or values of distances, added to the scores, with its gradient.
+        position_bias: (B or 1, Hq, Lq, Lk) or a `TableBias`, added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
-        sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
-        deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
-        indices: (B, Lq, k), integers: what each query chose of the keys that a bool `attention_mask` leaves it.
-        others: `cu_seq_lens_q` and what belongs to it; the rest is harmless, or refused.
+        sliding_window: the window that the mask should have; refused if it hides keys that the mask does not hide.
+        deterministic: True as in `attention`; False, the default of models, follows torch as None does.
+        indices: (B, Lq, k), integers: the keys that each query has chosen; a bool `attention_mask` may hide some.
+        others: `cu_seq_lens_q` and the other names in `PACKED`; names in `_HARMLESS` are ignored, others refused.
 
     Returns:
-        (B, Lq, Hq, Dv), and None in the place of probabilities.
+        (B, Lq, Hq, Dv), and None instead of probabilities.
     """
     sequences, context = None, context_in_force()
     if others:
@@ -111,7 +111,7 @@ def attend(
             raise ValueError(
                 f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
             )
-        if attention_mask.is_floating_point():  # a mask of numbers is added, but for what hides keys
+        if attention_mask.is_floating_point():  # it is split into a bool mask and a bias
             dense, rest = _parts(attention_mask)
             if table is not None and rest is not None:
                 lengths = query.shape[2], key.shape[2]
@@ -175,12 +175,12 @@ def attend(
     return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
 
 
-# The arguments that change a result, which nobody may ignore.
+# The arguments that may change the result, so `register` refuses to ignore them.
 USED = {*inspect.signature(attend).parameters, *PACKED} - {"others"}
 
 
 def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
-    """Make an `attend` that drops arguments of these names, which have no effect."""
+    """Make an `attend` that drops arguments with these names, which have no effect."""
 
     def attend_ignoring(*args: Any, **others: Any) -> tuple[Tensor, None]:
         return attend(*args, **{name: value for name, value in others.items() if name not in names})
@@ -191,8 +191,8 @@ def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
 def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
     """Restrict a mask to chosen keys.
 
-    The model has already made scores of all pairs. Its layers have no groups of heads that could share a key, so tiles
-    of a mask are faster than lists.
+    The result is a dense mask and not a mask of lists, because the model has computed scores of all pairs anyway. Its
+    heads are not grouped, and without groups tiles are faster than lists.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         refuse_unknown(module, {"indices": indices})
@@ -202,9 +202,9 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
 
 
 def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Split a float mask into a bool one and a bias, once for all layers; a learned one is a bias.
+    """Split a float mask into a bool mask and a bias, once for all layers.
 
-    So is one in a graph, where nobody knows whether a bias is left.
+    A learned mask is only a bias, and so is any mask in a graph, where values are unknown.
     """
     if torch.compiler.is_compiling() or (mask.requires_grad and torch.is_grad_enabled()):
         return None, mask
@@ -212,14 +212,14 @@ def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
-    """Show a call of `attention`, which a module is about to make, to whoever observes."""
+    """Pass a call of `attention` that a module is about to make to all observers."""
     for observer in _observers:
         observer(module, call)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Show every call to `observer`, as the arguments of `attention`, before it is made."""
+    """Call `observer(module, arguments)` before every call of `attention`."""
     _observers.append(observer)
     try:
         yield
@@ -231,9 +231,9 @@ _copies, _zeros, _limits = Kept(), Kept(), Kept()
 
 
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a bias to the dtype of q, contiguous, once for all layers that share it.
+    """Convert a bias to the dtype of q, contiguous, once for all layers with the same bias.
 
-    T5 hands one bias, whose last stride is not 1, to every layer of a stack. Dims that were expanded become size 1.
+    In T5 all layers of a stack have one bias, without unit stride. Expanded dims become size 1.
     """
     if bias.dtype == dtype and bias.is_contiguous():
         return bias
@@ -241,8 +241,8 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     def copied() -> Tensor:
         return collapse(bias, range(bias.dim())).to(dtype).contiguous()
 
-    # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
-    # A CUDA graph has to copy at each replay, and what it captures is no value yet.
+    # Not kept for a leaf that needs a gradient, because its copy would keep it alive; nor in a compiler, which finds
+    # equal expressions. A CUDA graph has to copy at each replay.
     if torch.compiler.is_compiling() or is_captured(bias) or (bias.is_leaf and bias.requires_grad):
         return copied()
     copy: Tensor = _copies.get((id(bias), dtype, torch.is_grad_enabled()), [bias], copied)
@@ -250,7 +250,7 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
-    """Refuse what would change the result and is not passed on, with what to do about it."""
+    """Refuse unknown arguments, which may change the result, with advice."""
     for name, value in arguments.items():
         if value is None or value is False or name in _HARMLESS:
             continue
@@ -264,7 +264,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
 
 
 def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
-    """Take out the arguments of packed sequences; a data collator passes them, or a vision tower."""
+    """Remove and return the arguments of packed sequences, which data collators and vision towers pass."""
     limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
     if limits_q is None:
         if limits_k is not None:
@@ -287,7 +287,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         alias = limits_q.detach()
         return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
 
-    # Every layer passes the same ones.
+    # Kept, because all layers have the same tensors.
     key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
     sequences: Sequences = _limits.get(key, tensors, made)
     return sequences
@@ -298,7 +298,7 @@ def _packed(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) 
 
 
 def _bound(longest: Any) -> int | None:
-    """Return a bound on lengths as an int. It changes no result, so in a graph a tensor is left out."""
+    """Return a bound on lengths as an int; None for a tensor in a graph, because bounds do not change the result."""
     if isinstance(longest, Tensor):
         return None if torch.compiler.is_compiling() or is_captured(longest) else int(longest)
     return longest
@@ -309,12 +309,12 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
-    """Return whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
+    """Return whether the bias is the zeros (1, H, Lq, Lk) that T5 and similar models create for cross attention.
 
-    Attributes tell where they may be. Then its values are read, once for all layers that share the tensor, because
-    reading waits for the device. On a GPU the device asserts that they are 0, without a wait, where the source of a
-    module of transformers shows that it makes them, and the module was called without a bias. A bias that has a
-    gradient, or that cannot be read or watched, stays one.
+    Only modules with certain attributes can have them. Then values are checked, once for all layers with the same
+    tensor, because that waits for the device. On a GPU the device asserts instead that they are 0, without a wait, if
+    the source of the module shows that it creates zeros, and it was called without a bias. False for a bias that has a
+    gradient, or for which values or changes are unknown.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
@@ -339,13 +339,13 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
 def _refuse_forgotten_window(
     sliding_window: int | tuple[int, int], mask: LayerMask | None, arguments: MaskArguments, seqlen_k: int
 ) -> None:
-    """Refuse a window that the layer is told of, that forbids keys, and that its mask does not have."""
+    """Refuse a window that is an argument of the layer and hides keys, if the mask does not have it."""
     if mask is not None and mask.window is not None:
         return
     sequences = arguments.sequences
     longest = seqlen_k if sequences is None or sequences.max_seqlen_k is None else sequences.max_seqlen_k
     width = sliding_window if isinstance(sliding_window, int) else max(sliding_window)
-    if 0 < width < longest - (not arguments.is_causal):  # some models of two-sided windows count the query's own key
+    if 0 < width < longest - (not arguments.is_causal):  # some two-sided windows count the query's position, too
         raise NotImplementedError(
             f"sliding_window is {sliding_window} and attention_mask, {mask}, has no window: of {longest} keys it would "
             "forbid some; use a mask of transformers' create_sliding_window_causal_mask, or sliding_window=None"
@@ -355,7 +355,7 @@ def _refuse_forgotten_window(
 def _packed_arguments(
     sequences: Sequences, mask: Tensor | LayerMask | None, bias: Tensor | None, is_causal: bool
 ) -> MaskArguments:
-    """Make the arguments of a call whose sequences the caller describes; a mask adds causality, window and padding."""
+    """Make the arguments of a call with packed sequences; a mask adds causality, window and padding."""
     unfit = None
     if isinstance(mask, Tensor):
         unfit = f"attention_mask is a tensor of shape {tuple(mask.shape)}"
@@ -377,7 +377,7 @@ def _packed_arguments(
 def _align_top_left(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Leave out the keys that no query attends to: without a mask transformers lets query i see keys up to i."""
+    """Cut off keys after the last query: without a mask, keys up to i are visible to query i in transformers."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if seqlen_k < seqlen_q:
         raise ValueError(
@@ -392,9 +392,8 @@ def attend_over_ranks(
 ) -> Tensor:
     """Attend from the positions of this rank to the keys of all ranks, in a `use_context_parallel` block.
 
-    A `LayerMask` has causality and window; a tensor has the rows of this rank, over all keys. Sequences that the
-    caller has described are refused, and padding, documents or a cache: the mask knows them only for the positions of
-    this rank.
+    A `LayerMask` provides causality and window; a tensor has the rows of this rank, over all keys. Packed sequences,
+    padding, documents and caches are refused, because they are known only for the positions of this rank.
     """
     call = dict(call)
     if isinstance(attention_mask, LayerMask) and not is_packed:
@@ -421,7 +420,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
-    """Return whether documents are the intervals of a rank: for transformers a gap in positions is a new document."""
+    """Return whether documents are only the intervals of this rank, because transformers takes a gap for a new one."""
     device = documents.device
     lengths = torch.tensor([b - a for a, b in layout.intervals[rank]], dtype=torch.int64, device=device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)

@@ -1,4 +1,4 @@
-"""Models of transformers that look the name of an implementation up in a dict of classes: SAM and SAM-HQ."""
+"""Models of transformers with a dict from names of implementations to classes: SAM and SAM-HQ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import attention
 from .attention_function import show_observers
 
-# The module, and its dict.
+# Module -> name of its dict.
 _TABLES = {
     "sam.modeling_sam": "SAM_VISION_ATTENTION_CLASSES",
     "sam_hq.modeling_sam_hq": "SAM_HQ_VISION_ATTENTION_CLASSES",
@@ -30,7 +30,7 @@ def add_classes(name: str) -> None:
 
 
 def _attend_to_patches(self: Any, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
-    """Attend among the patches of images (B, height, width, C), with a bias made of queries and distances."""
+    """Attend among the patches of images (B, height, width, C), with a bias that depends on queries and distances."""
     if output_attentions:
         raise NotImplementedError('output_attentions: probabilities are never made; use attn_implementation="eager"')
     height, width = hidden_states.shape[1:3]

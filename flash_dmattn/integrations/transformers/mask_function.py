@@ -1,7 +1,7 @@
-"""The mask function of "dmattn": a rule and the padding define the mask of each pair of tokens.
+"""The mask function of "dmattn": a rule and the padding describe the mask, without a value for each pair of tokens.
 
-`read_rule` reads what a mask function of transformers allows, `make_mask` puts it into a `LayerMask`, and each layer
-asks the `LayerMask` for the arguments of `attention`.
+`read_rule` recognises the rule of a mask function of transformers, `make_mask` puts it into a `LayerMask`, and each
+layer gets its arguments of `attention` from the `LayerMask`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ...masks import PreparedMask
 from ...remembered import Kept
 from .models import MODELS_ASK_FOR_TENSORS, is_captured, masking_utils, read_tables, refuse_config_without_interface
 
-# Where kernels read prepared masks; elsewhere they would be unpacked again.
+# Devices with kernels for prepared masks; elsewhere these would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
-# On a CPU, where the host can read how many keys of a static cache are in use, layers pass only these: sequences, which
-# a GPU needs for that, cost the host more. One query gets a multiple of so many keys, since each length costs a plan.
+# On a CPU layers pass only the used keys of a static cache: the host knows their number, and this costs less than the
+# sequences that a GPU needs. With one query the number is rounded up to this multiple: each length needs a plan.
 _KEYS_OF_A_PLAN = 128
-# Where the last query is not aligned with the last key in use.
+# A result of `_used_keys`: the last query is not aligned with the last used key.
 _MISALIGNED = -1
 
 
 class MaskArguments(NamedTuple):
-    """The arguments of `attention` that a mask becomes."""
+    """The arguments of `attention` that replace a mask."""
 
     mask: Tensor | PreparedMask | None = None
     is_causal: bool = False
@@ -43,18 +43,19 @@ class MaskArguments(NamedTuple):
 class LayerMask(BlockMask):
     """Padding, documents, causality, a window and the used part of a static cache, for all layers of one forward.
 
-    It is a BlockMask only in name. generate() makes a mask for a static cache and passes it in again; transformers
-    lets 4-D tensors and BlockMasks through there, and takes anything else for 2-D padding.
+    It inherits from BlockMask only for generate(), which makes a mask for a static cache and passes it to the model
+    again. There transformers accepts 4-D tensors and BlockMasks, and treats anything else as 2-D padding.
 
     Args:
         shape: (B, 1, Lq, Lk), the shape of the tensor that it replaces.
         padding: (B, 1, 1, Lk) bool, True = attend, or None.
-        documents: (B, L), the document of each token in ascending runs, or None; Lq == Lk then.
-        is_causal, window: as in `attention`, aligned to the last key in use.
-        used: how many keys there are up to the last query, an int or a tensor of one; None for all Lk.
-        blocks: (B, Lk), the block of each token, for example of an image, or a negative number; None without blocks.
-            The tokens of a block are neighbours. Within the window they see each other, and the tokens before them.
-        skipped: how many queries of the forward, the first ones, the mask leaves out.
+        documents: (B, L), the document of each token in ascending runs, or None; with documents Lq == Lk.
+        is_causal, window: as in `attention`, aligned to the last used key.
+        used: the number of keys up to the last query, an int or a tensor with one; None for all Lk.
+        device: of the mask.
+        blocks: (B, Lk), the block of each token, for example its image, negative for no block; None without blocks.
+            The tokens of a block are consecutive. Within the window they see each other, and the tokens before them.
+        skipped: the number of first queries of the forward that the mask leaves out.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LayerMask(BlockMask):
         blocks: Tensor | None = None,
         skipped: int = 0,
     ) -> None:
-        # Without super().__init__(), which wants the tables of FlexAttention.
+        # Without super().__init__(), which needs the tables of FlexAttention.
         self._shape, self._device = shape, device
         self.padding, self.documents, self.blocks, self.skipped = padding, documents, blocks, skipped
         self.is_causal, self.window, self.used = is_causal, window, used
@@ -99,13 +100,13 @@ class LayerMask(BlockMask):
         return self
 
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> LayerMask:
-        """Move the tensors to a device; hooks that spread a model over devices call it."""
+        """Move the tensors to a device; hooks of models that are split over devices call it."""
         values = {name: getattr(self, name) for name in ("padding", "documents", "used", "blocks")}
         moved = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
         return self._with(device=device, **moved)
 
     def __getitem__(self, index: object) -> LayerMask:
-        """Return the mask of the last queries, `mask[:, :, first:, :]`: layers that compute only those ask for it."""
+        """Return the mask of the last queries, `mask[:, :, first:, :]`, for layers that compute only these."""
         every = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             begin, stop, step = index[2].indices(self._shape[2])
@@ -129,18 +130,18 @@ class LayerMask(BlockMask):
     __str__ = __repr__
 
     def arguments(self, with_bias: bool) -> MaskArguments:
-        """Return the arguments of `attention`, made by the first layer and kept for the later ones.
+        """Return the arguments of `attention`, which are computed for the first layer and kept for the others.
 
-        A bias for each pair of tokens does not fit packed sequences.
+        With a bias for each pair of tokens, documents are a mask and not packed sequences, which have no such bias.
         """
-        if is_transformed():  # what is made there ends with the transform
+        if is_transformed():  # tensors that are made in a transform end with it
             return self._make(with_bias)
         if with_bias not in self._arguments:
             self._arguments[with_bias] = self._make(with_bias)
         return self._arguments[with_bias]
 
     def first_keys(self) -> tuple[MaskArguments, int] | None:
-        """Return the arguments for the keys of a static cache that a layer passes, and how many; None for all keys."""
+        """Return the arguments for the first keys of a static cache, and their number; None if a layer passes all."""
         if self.used is None or torch.compiler.is_compiling() or torch.device(self._device or "cpu").type != "cpu":
             return None
         made = self._first_keys
@@ -162,7 +163,7 @@ class LayerMask(BlockMask):
             begins = torch.where(self.blocks >= 0, _starts(self.blocks), torch.arange(seqlen_k, device=self._device))
             return MaskArguments(self._intervals(begins, torch.full_like(begins, seqlen_k)))
         if self.documents is not None:
-            # Counting documents waits for the device, and a compiled graph cannot.
+            # Packing counts the documents, which waits for the device; a compiled graph cannot wait.
             waits = batch > 1 or with_bias or self.padding is not None or self.skipped > 0
             if waits or torch.compiler.is_compiling():
                 begins = _starts(self.documents)
@@ -177,12 +178,12 @@ class LayerMask(BlockMask):
             return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(seqlens_k=lengths))
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
-            # With a bias as bits: the passes of every layer would make bits of intervals anew.
+            # With a bias as tiles of bits, because passes of every layer would compute the bits from intervals.
             return MaskArguments(PreparedMask.from_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
         return MaskArguments(self.padding, self.is_causal, self.window)
 
     def _intervals(self, begins: Tensor, ends: Tensor) -> PreparedMask:
-        """Make the mask in which a run of queries attends to each key, numbered from the first query of the forward."""
+        """Make the mask of intervals of queries for each key, (B, Lk), numbered from the first query of the forward."""
         if self.padding is not None:
             ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval of negative length is empty
         begins, ends = begins[:, None] - self.skipped, ends[:, None] - self.skipped
@@ -191,7 +192,7 @@ class LayerMask(BlockMask):
 
 
 def _starts(documents: Tensor) -> Tensor:
-    """Find the index (B, L) at which the document of each token begins."""
+    """Find the first index of the document of each token, (B, L)."""
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.diff(documents, prepend=documents[:, :1] - 1, dim=1) != 0
     return torch.where(begins, index, 0).cummax(1).values
@@ -205,9 +206,9 @@ def _pack_documents(documents: Tensor) -> Sequences:
 
 
 class Rule(NamedTuple):
-    """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token.
+    """Causality, a window (left, right) around the query's position, and the document (B, L) of each token.
 
-    With `blocks` (B, L), a query attends to the keys before it and the keys of its own block, and `is_causal` is False.
+    With `blocks` (B, L), a query attends to earlier keys and to the keys of its block, and `is_causal` is False.
     """
 
     is_causal: bool = False
@@ -216,7 +217,7 @@ class Rule(NamedTuple):
     blocks: Tensor | None = None
 
 
-# The variables that a function made by one of these holds in its closure.
+# Function of transformers that makes mask functions -> the variables in the closures of these.
 _HELD = {
     "sliding_window_overlay": {"sliding_window"},
     "sliding_window_bidirectional_overlay": {"sliding_window"},
@@ -229,17 +230,17 @@ _HELD = {
 
 
 def read_rule(function: Callable[..., Any]) -> Rule | None:
-    """Return the rule that a mask function of transformers applies; None for an unknown function.
+    """Return the rule of a mask function of transformers; None for an unknown function, which has to be evaluated.
 
-    The function is known by its name and by the variables of its closure. A version of transformers may rename these:
-    a function that has another rule is unknown, and has to be evaluated.
+    A function is recognised by its name and by the variables of its closure. If a version of transformers renames
+    them, the function is unknown.
     """
     if function is masking_utils.causal_mask_function:
         return Rule(is_causal=True)
     if function is masking_utils.bidirectional_mask_function:
         return Rule()
     if not isinstance(function, FunctionType) or function.__module__ != masking_utils.__name__:
-        return None  # a function of the same name elsewhere may mean something else
+        return None  # a function of the same name in another module may have another rule
     maker, held = function.__qualname__.partition(".")[0], _closure(function)
     if held.keys() != _HELD.get(maker):
         return None
@@ -250,10 +251,10 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "packed_sequence_mask_function":
         return Rule(documents=held["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":
-        # Within a document positions differ as indices do, and another function forbids other documents.
+        # Within a document, positions differ by as much as indices; another function hides other documents.
         return read_rule(held["mask_function"])
     if maker == "blockwise_overlay":
-        return None  # known only with causality
+        return None  # only the union with causality is supported
     if maker == "or_masks":
         return _blocks_beside_causality(held["mask_functions"])
     return _all_of([read_rule(part) for part in held["mask_functions"]])
@@ -266,20 +267,20 @@ def rule_of_flags(
     allow_is_causal_skip: bool,
     allow_is_bidirectional_skip: bool,
 ) -> Rule | None:
-    """Read the rule under torch.compile, which does not show closures, from flags that rule out other functions."""
+    """Return the rule under torch.compile, which cannot trace closures, from flags that exclude other functions."""
     if function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function:
         return read_rule(function)
     if local_size is None or local_size != getattr(config, "sliding_window", None):
         return None
     if getattr(config, "attention_chunk_size", None) is not None:
-        return None  # it may be the size of chunks
+        return None  # local_size may be the size of chunks
     if allow_is_causal_skip:
         return Rule(is_causal=True, window=(local_size - 1, -1))
     return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
 
 
 def _blocks_beside_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
-    """Read the union of causality and of blocks, in this order; None for another union."""
+    """Return the rule of a union of causality and blocks, in this order; None for another union."""
     if len(functions) != 2 or functions[0] is not masking_utils.causal_mask_function:
         return None
     blocks = functions[1]
@@ -297,7 +298,7 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 
 def _all_of(parts: list[Rule | None]) -> Rule | None:
-    """Join rules that all have to allow; None where one is unknown, or two have a window or documents."""
+    """Return the intersection of rules; None if one is unknown, or if two have a window, documents or blocks."""
     known = [part for part in parts if part is not None]
     windows = [part.window for part in known if part.window is not None]
     documents = [part.documents for part in known if part.documents is not None]
@@ -327,18 +328,18 @@ def make_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> LayerMask | Tensor | None:
-    """Make the mask that all layers of a kind receive; transformers calls it once a forward.
+    """Make the mask for all layers of a kind; transformers calls it once in a forward.
 
-    Offsets are the positions of the first query and of the first key, tensors for static caches. Before 5.4 the
-    positions of the queries came as `cache_position`, in the place of q_length and q_offset. `use_vmap` means that the
-    user has combined the mask function with one of their own.
+    Offsets are the positions of the first query and of the first key, tensors for static caches. Before transformers
+    5.4, `cache_position` has the positions of the queries instead of q_length and q_offset. `use_vmap` means that the
+    user has combined the mask function with another one.
 
     Returns:
-        None where nothing is forbidden, or causality is the whole rule and Lq == Lk. A `LayerMask` where a rule
-        describes the mask; otherwise the bool tensor (B, 1, Lq, Lk) of transformers' own function for SDPA.
+        None if no key is hidden, or if causality is the only rule and Lq == Lk. A `LayerMask` if a rule describes the
+        mask; otherwise the bool tensor (B, 1, Lq, Lk) of transformers' function for SDPA.
 
     Raises:
-        NotImplementedError: the model has no attention interface, so that its own code would misread the result.
+        NotImplementedError: the model has no attention interface, so its code could not use the result.
     """
     refuse_config_without_interface(others.get("config"))
     read_tables(others.get("config"))
@@ -355,21 +356,21 @@ def make_mask(
         call["cache_position"] = cache_position
         q_length, device = cache_position.shape[0], cache_position.device
         q_offset = 0
-        if q_length != kv_length:  # else nothing has to be read, which would wait for the device
+        if q_length != kv_length:  # otherwise it is 0; reading it would wait for the device
             q_offset = cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
     assert q_length is not None and kv_length is not None
     may_skip = (allow_is_causal_skip, allow_is_bidirectional_skip)
 
     rule = _rule(mask_function, use_vmap, q_length, may_skip, others)
     if getattr(others.get("config"), "index_topk", None) is not None:
-        rule = None  # its layers choose keys by scores of all pairs, out of a tensor
+        rule = None  # its layers choose keys by scores of all pairs, for which they need a tensor
     if rule is not None and rule.blocks is not None:
         is_square = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0 == kv_offset
         if not is_square or not _are_runs(rule.blocks, (batch_size, kv_length)) or context_in_force() is not None:
             rule = None
     used = _used_keys(rule, q_length, kv_length, q_offset, kv_offset) if rule is not None else None
     if rule is None or used is _MISALIGNED:
-        # None only where Lq == Lk: otherwise a layer would have to guess how they are aligned.
+        # None only if Lq == Lk: otherwise a layer could not know how queries and keys are aligned.
         call["allow_is_causal_skip"] = allow_is_causal_skip and q_length == kv_length
         return masking_utils.sdpa_mask(**call, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     window = rule.window
@@ -377,8 +378,8 @@ def make_mask(
         window = None  # it reaches every key; under context parallelism other ranks have more keys
     padding = _padding(attention_mask, kv_length, kv_offset, used)
     is_plain = padding is None and rule.documents is None and rule.blocks is None and window is None and used is None
-    # Layers that reuse keys and values may compute only the last queries, and slice their mask. None would then stand
-    # for causality of the first queries, as it does where there are fewer queries than keys.
+    # Layers that reuse keys and values may compute only the last queries, and slice their mask. With None they would
+    # get the causality of the first queries, because Lq is then less than Lk.
     if is_plain and not getattr(others.get("config"), "num_kv_shared_layers", 0):
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
             return None
@@ -387,10 +388,10 @@ def make_mask(
 
 
 def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
-    """Return whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
+    """Return whether tokens of each block are consecutive, and blocks ascend; waits for the device."""
     if torch.compiler.is_compiling() or tuple(blocks.shape) != shape:
         return False
-    # Between two tokens of one block there is neither another block nor a token of none.
+    # A token that begins a block needs a larger number than all blocks before it.
     before = functional.pad(blocks, (1, 0), value=-1)[:, :-1]
     largest = before.cummax(1).values
     return not bool(((blocks >= 0) & (blocks != before) & (blocks <= largest)).any())
@@ -408,14 +409,14 @@ def _rule(
         rule = read_rule(function)
     if rule is None or not MODELS_ASK_FOR_TENSORS or q_length == 1 or rule.documents is not None:
         return rule
-    # A model that lets nothing be skipped indexes its mask, or adds another one to it.
+    # A model that does not allow to skip the mask needs a tensor: it indexes it, or adds another one to it.
     return rule if may_skip[0 if rule.is_causal else 1] else None
 
 
 def _used_keys(
     rule: Rule, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int | Tensor
 ) -> int | Tensor | None:
-    """Count the keys up to the last query: None for all of them, _MISALIGNED where the arguments do not tell."""
+    """Return the number of keys up to the last query; None for all keys, _MISALIGNED if it cannot be used."""
     if not rule.is_causal and rule.window is None:
         return None
     used = q_offset + q_length - kv_offset
@@ -426,16 +427,16 @@ def _used_keys(
     return used if rule.is_causal and 0 < used < kv_length else _MISALIGNED
 
 
-_full = Kept()  # whether padding forbids nothing
+_full = Kept()  # whether padding hides no key
 
 
 def _padding(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor, used: int | Tensor | None
 ) -> Tensor | None:
-    """Make the padding (B, 1, 1, Lk), or None where it forbids nothing.
+    """Make the padding (B, 1, 1, Lk), or None if it hides no key.
 
-    It waits for the device, as SDPA's mask does, once for all masks of a tensor. In the capture of a CUDA graph it does
-    not read, since padding that forbids nothing now may forbid something at a replay.
+    It waits for the device, as transformers' mask for SDPA does, once for all masks of a tensor. In the capture of a
+    CUDA graph it does not wait, because padding that hides no key now may hide one at a replay.
     """
     if attention_mask is None:
         return None

@@ -1,6 +1,6 @@
-"""Reads models of transformers: which modules ask for their attention function, and T5's bias by distances.
+"""Inspects models of transformers: which modules call the configured attention function, and T5's bias by distance.
 
-It imports transformers, with one clear error.
+The import raises a clear error if transformers is missing or too old.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if Version(transformers.__version__) < Version(OLDEST):
 
 from transformers import masking_utils  # noqa: E402
 
-# Since about 5.14 a model may ask for a tensor as its mask by this flag. Before, the flag only said that a causal mask
-# is no plain one.
+# Since about 5.14 a model may set this flag to get a tensor as its mask. Before, the flag only meant that the mask is
+# not plainly causal.
 MODELS_ASK_FOR_TENSORS = "allow_is_causal_skip" in inspect.signature(masking_utils.create_causal_mask).parameters
 
 _MAKES_ZEROS = re.compile(
@@ -57,14 +57,14 @@ def asks_for_attention(kind: type) -> bool:
 
 
 def computes_attention(kind: type) -> bool:
-    """Return whether a module takes the softmax itself, as its name and its source show."""
+    """Return whether a module computes attention in its code, by its name and its source."""
     named = "attention" in kind.__name__.lower()
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 
 
 @functools.lru_cache(maxsize=256)
 def makes_zeros(kind: type) -> bool:
-    """Return whether a module without a table makes zeros for its bias, and passes its bias on as it is."""
+    """Return whether a module without a table creates zeros as its bias, and passes its bias on unchanged."""
     if not kind.__module__.startswith("transformers.models."):
         return False
     try:
@@ -76,9 +76,10 @@ def makes_zeros(kind: type) -> bool:
 
 
 def is_called_without(module: nn.Module, name: str) -> bool:
-    """Return whether the module, which is being called, got no argument of a name; False where that cannot be seen.
+    """Return whether a module that is being called got no argument of this name; False if that is unknown.
 
-    Hooks may have changed the arguments, and `forward` may have made a tensor of the name.
+    It inspects the frame of the call, because hooks may have changed the arguments, and `forward` may have assigned a
+    tensor to the name.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -93,14 +94,14 @@ def is_called_without(module: nn.Module, name: str) -> bool:
 
 
 def is_captured(*tensors: object) -> bool:
-    """Return whether a CUDA graph captures what is done with the tensors: it would keep what their values tell now."""
+    """Return whether a CUDA graph is capturing operations on these tensors: it must not depend on current values."""
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=256)
 def _source(kind: type) -> str:
-    # The whole class, since some compute in another method than forward, and its bases in transformers.
+    # The whole class, because some compute attention in another method than forward, and its bases in transformers.
     sources = []
     for base in kind.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -113,7 +114,7 @@ def _source(kind: type) -> str:
 
 
 def refuse_config_without_interface(config: Any) -> None:
-    """Refuse a model whose own code would read our mask: its configuration may select "dmattn" silently."""
+    """Refuse a model without an attention interface: its configuration accepts "dmattn", its code needs a tensor."""
     if config is None or torch.compiler.is_compiling():
         return
     kind: type = type(config)
@@ -127,13 +128,13 @@ def _refusal(kind: type) -> str | None:
     models = _models_of(kind)
     try:
         refused = bool(models) and not any(one._can_set_attn_implementation() for one in models)
-    except AttributeError:  # a version with other names; its models meet the errors of `LayerMask`
+    except AttributeError:  # a version with other names; such models then get the errors of `LayerMask`
         return None
     return no_interface(models[0].__name__) if refused else None
 
 
 def _models_of(kind: type) -> tuple[Any, ...]:
-    """Return the models of a configuration; none of a part of a larger model, or of a model of the user."""
+    """Return the models of a configuration; () for a part of a larger model, and for a model of the user."""
     try:
         model = transformers.MODEL_MAPPING[kind]
     except (KeyError, ImportError, AttributeError):
@@ -142,7 +143,7 @@ def _models_of(kind: type) -> tuple[Any, ...]:
 
 
 def no_interface(name: str) -> str:
-    """Return the message that a model cannot run on flash_dmattn."""
+    """Return the error message for a model that cannot run on flash_dmattn."""
     return (
         f'{name} has no attention interface in transformers {transformers.__version__}: attn_implementation="dmattn" '
         'would leave its own attention in use, with a mask that it cannot read; use attn_implementation="eager", or a '
@@ -150,11 +151,11 @@ def no_interface(name: str) -> str:
     )
 
 
-# Modules of T5 and its kin make their bias, a matrix, of a table in `compute_bias`, and pass it on to their attention
-# function and to later layers. Once a model uses "dmattn", this method returns a `TableBias` for long inputs.
+# Modules of T5 and similar models compute their bias, a matrix, from a table in `compute_bias`, and pass it on to their
+# attention function and to later layers. Once a model uses "dmattn", this method returns a `TableBias` for long inputs.
 
-# With fewer scores for each head (2048 queries x 2048 keys), the model keeps its matrix: kernels that read a matrix are
-# faster than kernels that read values by distance, and the memory is small.
+# Below this number of scores per head (2048 queries x 2048 keys) the model keeps its matrix. Kernels are faster with a
+# matrix than with values by distance, and such a matrix is small.
 LEAST_SCORES = 2**22
 
 _PARAMETERS = ("self", "query_length", "key_length", "device", "past_seen_tokens")
@@ -162,24 +163,24 @@ _read: set[type] = set()
 
 
 class TableBias(NamedTuple):
-    """The bias that a module makes of its table.
+    """The bias of a module, by distance.
 
     Attributes:
-        values: (H, 2 * reach + 1), of distances from -reach to reach; farther ones have the value of that end.
-        seen: how many keys come before the key of the first query.
+        values: (H, 2 * reach + 1), for distances -reach to reach; greater ones have the value at that end.
+        seen: the number of keys before the key of the first query.
     """
 
     values: Tensor
     seen: int
 
     def relative(self, seqlen_q: int, seqlen_k: int) -> Relative:
-        """Make the bias of a call, in which the last query would be aligned with the last key."""
+        """Make the bias of a call, where `zero` has to be for the last query aligned with the last key."""
         reach = self.values.shape[1] // 2
         return Relative(self.values, reach + (seqlen_k - seqlen_q) - self.seen, "clamp")
 
 
 def read_tables(config: Any) -> None:
-    """Let the modules of this configuration's model return their bias as a `TableBias`, where it has such modules."""
+    """Replace `compute_bias` in the modules of this configuration's model, if it has any, to return a `TableBias`."""
     kind = type(config)
     if kind in _read or config is None or torch.compiler.is_compiling():
         return
@@ -211,7 +212,7 @@ def _replace(kind: Any) -> None:
             bias: Tensor = original(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
             return bias
         reach = self.relative_attention_max_distance
-        # One query that has seen `reach` keys has all distances that differ.
+        # One query after `reach` keys has all distances from -reach to reach.
         values = original(self, 1, 2 * reach + 1, device=device, past_seen_tokens=reach)
         return TableBias(values[0, :, 0], past_seen_tokens)
 
@@ -222,8 +223,8 @@ def _serves(module: Any, query_length: int, key_length: int, seen: Any) -> bool:
     """Return whether a module may return its bias as values of distances."""
     if getattr(module.config, "_attn_implementation", None) != "dmattn" or torch.compiler.is_compiling():
         return False
-    if not isinstance(seen, int) or context_in_force() is not None:  # a tensor of a static cache; rows of a rank
+    if not isinstance(seen, int) or context_in_force() is not None:  # a tensor with a static cache; rows of a rank
         return False
-    if module.training and getattr(module, "gradient_checkpointing", False):  # which may only pass on tensors
+    if module.training and getattr(module, "gradient_checkpointing", False):  # it can only pass on tensors
         return False
     return query_length * key_length >= LEAST_SCORES

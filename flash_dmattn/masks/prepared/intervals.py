@@ -1,7 +1,7 @@
 """Interval masks in plain PyTorch: the queries of each key, an order of keys, and the tiles that kernels walk.
 
-The oracle of `triton_kernels/key_pack.py` and `interval_pack.py`, whose functions have these names and these results,
-bit for bit.
+`triton_kernels/key_pack.py` and `interval_pack.py` have functions of the same names with the same results, bit for bit;
+tests compare them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from .packing import TILE, tiles
 
 # start, stop, order (see `IntervalMask`).
 KeyIntervals = tuple[Tensor, Tensor, Tensor]
-# start, stop, and 4 numbers, int64 (see `mask_intervals`).
+# start, stop, and 4 counts, int64 (see `mask_intervals`).
 MaskIntervals = tuple[Tensor, Tensor, Tensor]
 # bounds, row_lists, col_lists (see `IntervalMask`).
 IntervalTiles = tuple[Tensor, Tensor, Tensor]
 
-# Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit for dead, then the head.
+# Bits of the Hilbert curve along each axis. From the lowest bits up, a code has the position on the curve, one bit for
+# hidden keys, and the head.
 BITS = 8
 _DEAD = 1 << 2 * BITS
-MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # whose codes fit 32 bits
+MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # with more heads codes need 64 bits
 
-# For `order_saves`, on an H200 (132 SMs) in bf16 at head dim 128: the time that a tile of 128 x 128 takes an SM in each
-# pass, and the time that an order of keys takes a call.
+# For `order_saves`, measured on an H200 (132 SMs) in bf16 at head dim 128. The time of an SM for a tile of 128 x 128 in
+# each pass, and the time that an order of keys adds to a call.
 _SMS = 132
 _FORWARD_US, _BACKWARD_US = 2.0, 5.5
 _ORDER_US = 80.0
 
-# Places are whole numbers of this share of the keys, so that calls with such masks are of few classes.
+# The length of an order is rounded up to a number of tiles, about Lk / 64 keys, to limit the number of plans.
 SHARES = 64
 
 
 def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
-    """Return start, stop and order of a bool mask (Bm, Hm, 1, Lk): a kept key is seen by all queries of the band.
+    """Return start, stop and order of a bool mask (Bm, Hm, 1, Lk): a kept key is visible to all queries of the band.
 
-    The order has live keys first, each part ascending; without `reorder` it has no places. All are contiguous.
+    A key is live if it is visible to some query. The order has the live keys first, then the others, both ascending;
+    without `reorder` its last size is 0. All are contiguous.
     """
     kept = mask[:, :, 0]
     low, high = band or (-seqlen_q, kept.size(-1))
@@ -56,11 +58,11 @@ def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool)
 
 
 def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskIntervals:
-    """Return from the bits of a `TileMask` the first query of each key, the one after the last, and numbers.
+    """Return from the bits of a `TileMask` the first query of each key, the one after the last, and 4 counts.
 
-    A key is seen by one run of queries if and only if as many see it as there are from the first to the last. The
-    numbers, 4 of int64, are: 1 if some key is seen by several runs; the most live keys of a head; the pairs that
-    attend; the active tiles. If the first is 1, a kernel may leave anything in the rest.
+    The queries of a key are consecutive if and only if their number is last - first + 1. The counts, int64, are: 1 if
+    the queries of some key are not consecutive; the largest number of live keys of a head; the visible pairs; the
+    active tiles. If the first is 1, the other results are undefined.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
     start, stop, count = torch.zeros(3, batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device)
@@ -68,7 +70,7 @@ def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskInterv
     for begin in range(0, seqlen_q, step):
         flags = packing.unpack_words(bits[:, :, begin : begin + step], seqlen_k).to(torch.uint8)
         seen = flags.amax(2).bool()
-        first, last = flags.argmax(2), flags.size(2) - 1 - flags.flip(2).argmax(2)  # argmax finds the first of a tie
+        first, last = flags.argmax(2), flags.size(2) - 1 - flags.flip(2).argmax(2)  # argmax returns the first maximum
         start = torch.where(seen & (count == 0), begin + first, start)
         stop = torch.where(seen, begin + last + 1, stop)
         count += flags.sum(2, dtype=torch.int64)
@@ -79,7 +81,7 @@ def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskInterv
 
 
 def interval_bounds(start: Tensor, stop: Tensor, order: Tensor) -> Tensor:
-    """Return the interval at each place: int32 (Bm, Hm, 128 * Tk, 2), (0, 0) for places past the last key."""
+    """Return the intervals of the keys in order: int32 (Bm, Hm, 128 * Tk, 2), (0, 0) after the last key."""
     if order.size(2):
         start, stop = (x.gather(2, order.long()) for x in (start, stop))
     bounds = torch.stack([start, stop], dim=-1)
@@ -87,7 +89,7 @@ def interval_bounds(start: Tensor, stop: Tensor, order: Tensor) -> Tensor:
 
 
 def interval_classes(bounds: Tensor, seqlen_q: int) -> Tensor:
-    """Return the class of every tile of places: uint8 (Bm, Hm, Tq, Tk), as `packing.classify` has it."""
+    """Return the class of every tile of keys in order, as `packing.classify` does: uint8 (Bm, Hm, Tq, Tk)."""
     tiles_q = tiles(seqlen_q)
     start, stop = bounds.unflatten(2, (-1, TILE)).unbind(-1)
     first_row = torch.arange(tiles_q, dtype=torch.int32, device=bounds.device) * TILE
@@ -98,7 +100,7 @@ def interval_classes(bounds: Tensor, seqlen_q: int) -> Tensor:
 
 
 def covering(start: Tensor, stop: Tensor, length: int) -> Tensor:
-    """Count the intervals [start, stop) of the last dim that have each of the positions below `length`."""
+    """Count for each position below `length` the intervals [start, stop) of the last dim that contain it."""
     shape = (*start.shape[:-1], length)
     positions = torch.arange(length, dtype=start.dtype, device=start.device).expand(shape).contiguous()
     begun, ended = (torch.searchsorted(x.sort(dim=-1).values, positions, right=True) for x in (start, stop))
@@ -106,7 +108,9 @@ def covering(start: Tensor, stop: Tensor, length: int) -> Tensor:
 
 
 def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
-    """Return how far along a Hilbert curve of 2 ** bits x 2 ** bits points (x, y) is: near numbers are near points.
+    """Return the index of the point (x, y) on a Hilbert curve of 2 ** bits x 2 ** bits points.
+
+    Points with similar indices are near one another.
 
     Source: Warren, "Hacker's Delight", 2nd edition, 2013, chapter 16.
     """
@@ -114,7 +118,8 @@ def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
     for bit in reversed(range(bits)):
         right, upper = (x >> bit) & 1, (y >> bit) & 1
         code = (code << 2) | ((3 * right) ^ upper)
-        # In both lower quarters the curve is mirrored along a diagonal; on the right along the other one.
+        # In both lower quarters the curve is mirrored: in the left one along one diagonal, in the right one along the
+        # other.
         flip = (right & (1 - upper)) * ((1 << bit) - 1)
         x, y = x ^ flip, y ^ flip
         x, y = torch.where(upper == 0, y, x), torch.where(upper == 0, x, y)
@@ -122,12 +127,13 @@ def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
 
 
 def key_order(start: Tensor, stop: Tensor, seqlen_q: int) -> Tensor:
-    """Order keys (Bm, Hm, Lk) so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
+    """Order keys (Bm, Hm, Lk) so that neighbours have similar intervals: live keys by Hilbert code, then hidden ones.
 
-    An interval is a point (start, stop), in 8 bits an axis. Keys of one code, and dead keys, stay in their order.
+    An interval is a point (start, stop), in 8 bits for each axis. Keys of equal code, and hidden keys, stay in their
+    order.
     """
     heads, seqlen_k = start.size(0) * start.size(1), start.size(2)
-    # In 64 bits, because positions may take 31. Codes take fewer, so that one sort of all heads takes half the time.
+    # Scaled in int64, because positions may have 31 bits. Codes are int32 if possible: that sort takes half the time.
     x, y = (position.long() * (1 << BITS) // (seqlen_q + 1) for position in (start, stop))
     code = torch.where(start < stop, hilbert_codes(x, y, BITS), _DEAD)
     head = torch.arange(heads, device=start.device)[:, None]
@@ -138,22 +144,22 @@ def key_order(start: Tensor, stop: Tensor, seqlen_q: int) -> Tensor:
 
 
 def live_keys(start: Tensor, stop: Tensor) -> Tensor:
-    """Count the live keys of the head that has most: a number that is on the device still."""
+    """Return the largest number of live keys of a head, as a tensor: it does not wait for the device."""
     live = (start < stop).sum(2, dtype=torch.int64)
     return live.amax() if live.numel() else live.new_zeros(())
 
 
 def first_places(start: Tensor, stop: Tensor, order: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the first places of an order; return it with the start and stop of the keys there, as copies."""
+    """Keep the first `places` keys of an order; return it, and the start and stop of these keys, as copies."""
     order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
     keys = order.long()
     return order, start.gather(2, keys), stop.gather(2, keys)
 
 
 def places_for(live: int, seqlen_k: int) -> int:
-    """Choose how many places an order has, in whole tiles, if a head has at most so many live keys.
+    """Choose the length of an order, in whole tiles, if heads have at most `live` live keys.
 
-    If these are more than half of the keys, each key has a place: moving gradients would cost more.
+    If these are more than half of the keys, the order has all keys: moving gradients would cost more than it saves.
     """
     share = TILE * max(1, tiles(seqlen_k) // SHARES)
     places = max(1, -(-live // share)) * share
@@ -163,9 +169,9 @@ def places_for(live: int, seqlen_k: int) -> int:
 def reorder_pays(
     heads: int, seqlen_q: int, seqlen_k: int, keys_kept: int, *, is_causal: bool, has_backward: bool
 ) -> bool:
-    """Estimate only by sizes whether top-k attention gains more from keys in order than the order costs.
+    """Estimate from sizes whether an order of keys saves top-k attention more time than it costs.
 
-    `heads` are batch entries times heads; a query keeps at most `keys_kept` keys. The rule is fitted to simulations
+    `heads` is batch entries times heads; a query keeps at most `keys_kept` keys. The rule is fitted to simulations
     with independent scores, and to times on an H200: docs/mask_storage.md has the formula, docs/notes/intervals.md the
     figures.
     """
@@ -177,21 +183,21 @@ def reorder_pays(
     if is_causal:
         shorter = min(tiles_q, tiles_k)
         natural = shorter * tiles_k - shorter * shorter / 2
-        pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
+        pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # a causal window has the same number of pairs
     else:
         natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
-    # A comparison of symbols, which remain where torch gives no hints, is a symbol too, and so is its bool(): a branch
-    # makes it a condition of the graph.
+    # Without hints sizes are symbols, and so is their comparison, even as bool(): only a branch makes it a condition of
+    # the graph.
     if order_saves(heads * natural, heads * pairs, kept, has_backward=has_backward):  # noqa: SIM103
         return True
     return False
 
 
 def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool) -> bool:
-    """Return whether an order saves a call more time than it costs.
+    """Return whether an order of keys saves a call more time than it costs.
 
-    `natural` counts active tiles of all heads, keys being in natural order; `pairs` what it keeps, over all heads;
-    `kept` the keys that a query keeps.
+    `natural` is the number of active tiles of all heads without an order, `pairs` the number of visible pairs of all
+    heads, `kept` the number of keys that a query keeps.
     """
     saved = natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE)
     return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US

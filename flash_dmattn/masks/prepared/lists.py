@@ -1,4 +1,4 @@
-"""Makes the tensors of a `ListMask`, from the index of a selector, or from scores whose best ones it lists."""
+"""Makes the tensors of a `ListMask`, from the index of a selector or from the best of its scores."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...sequences.layout import token_places
 from .. import topk
 from . import intervals, operators, packing
 
-# Elements that a chunk of rows may hold, with about 25 bytes of work each.
+# Elements of a chunk of rows; each needs about 25 bytes of work space.
 CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
 
 
 def seen_blocks(
     block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last block of keys that some query of each list may see, int64 (lists,) both."""
+    """Return the first and the last block of keys that queries of each list may see, both int64 (lists,)."""
     (block_q, block_k), (seqlen_q, seqlen_k) = block_size, lengths
     first = torch.arange(-(-seqlen_q // block_q), device=device) * block_q
     last = (first + block_q - 1).clamp(max=seqlen_q - 1)
@@ -33,13 +33,14 @@ def seen_blocks(
 
 
 class SeenKeys(NamedTuple):
-    """The keys that each query may see with sequences; all (1 or S, rows), int64 but for `is_used`.
+    """The keys that each query may see with sequences; all (1 or S, rows), int64 except for `is_used`.
 
     Attributes:
-        own: the number of its sequence, any for a row of no sequence.
-        is_used: whether a row is a query of a sequence.
-        first: the first key of its sequence among the rows of k; 0 where keys are not packed.
-        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it has none.
+        own: the sequence of the row; an arbitrary one for a row of no sequence.
+        is_used: whether the row is a query of a sequence.
+        first: the first key of that sequence among the rows of k; 0 if keys are not packed.
+        low, high: the first and the last key that it may see, as positions in the sequence; `high` is -1 if it may see
+            no key.
     """
 
     own: Tensor
@@ -74,11 +75,12 @@ def ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Tens
     """Return the keys, count and slots of a `ListMask`, by one sort of key and slot together, in chunks of rows.
 
     Args:
-        index: integers (Bm, Hm, R, K); what is no block, or not seen by any query of its list, is left out.
-        blocks: how many blocks of keys there are.
-        low, high: the first and the last block that some query of each list may see, (R,) or (Bm, 1, R).
+        index: integers (Bm, Hm, R, K). Entries that are no block, or hidden from all queries of the list, are left out.
+        blocks: the number of blocks of keys.
+        low, high: the first and the last block that queries of each list may see, (R,) or (Bm, 1, R).
     """
-    # Loops follow the sizes, which a compiler would bind, and write into tensors: compilers and vmap see one operator.
+    # The loop depends on sizes, on which a compiler would specialise the graph, and writes into tensors, which vmap
+    # refuses. Both get one operator.
     run = _ORDERED if torch.compiler.is_compiling() or is_transformed() else _ordered
     tensors: tuple[Tensor, Tensor, Tensor] = run(index, blocks, low, high)
     return tensors
@@ -88,7 +90,7 @@ def _ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Ten
     batch, heads, number, places = index.shape
     keys = torch.empty(index.shape, dtype=torch.int32, device=index.device)
     slots, count = torch.empty_like(keys), keys.new_empty(index.shape[:3])
-    # Both fit in one integer, and the sort of a narrow one takes half as long.
+    # Key and slot are packed in one integer; a sort of int32 takes half the time of int64.
     narrow = torch.int32 if (blocks + 1) * max(places, 1) < 2**31 else torch.int64
     own = torch.arange(places, dtype=narrow, device=index.device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * places))
@@ -102,7 +104,7 @@ def _ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Ten
         again = torch.zeros_like(key, dtype=torch.bool)
         again[..., 1:] = key[..., 1:] == key[..., :-1]
         left = ~again & (key < blocks)
-        # Remaining entries move to the front, in their order; one more place takes the rest.
+        # Entries that count move to the front, in their order; the others go to an extra column, which is cut off.
         place = torch.where(left, left.cumsum(-1) - 1, places)
         for made, values in ((keys, key), (slots, packed - key * places)):
             moved = made.new_full((*key.shape[:3], places + 1), -1)
@@ -128,10 +130,10 @@ map_each("order_lists", _ORDERED)
 def tiles_of_lists(
     keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
 ) -> tuple[Tensor, ...]:
-    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have only the listed ones.
+    """Return lists of whole tiles as the tensors of an `IntervalMask`, with only the listed tiles in its tile lists.
 
-    Bounds and intervals come from the band. Kernels that walk lists of tiles read bounds only in partial tiles, so
-    they can serve these lists. Code that reads the intervals cannot.
+    Bounds and intervals describe only the band, not the lists. Kernels that walk tile lists compute the right result,
+    because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
 
     Args:
         keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.
@@ -163,12 +165,12 @@ def best(
     """Return keys, count and slots of the k best blocks of each list, as `topk_mask` chooses them; no row is sorted.
 
     Args:
-        scores: (B or 1, H or 1, lists or 1, blocks); or `IndexScores`, which are computed for some lists at a time.
+        scores: (B or 1, H or 1, lists or 1, blocks); or `IndexScores`, which are computed in chunks of lists.
         allowed: bool (B or 1, H or 1, lists or 1, blocks or 1), or None.
         low, high: as in `ordered`, (lists,).
-        sizes: the batch, the heads and the lists of the result, and the blocks.
-        k: how many are chosen.
-        local: a list also has so many of the last blocks that it may see.
+        sizes: (batch, heads, lists, blocks) of the result.
+        k: the number of chosen blocks.
+        local: a list also gets the last `local` blocks that its queries may see.
     """
     if isinstance(scores, Tensor):
         tensors, relu, scale = [scores], False, None
@@ -193,7 +195,7 @@ def _best(
     k: int,
     local: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `best` of the tensors of the scores: the scores themselves, or q, k and weights of `IndexScores`."""
+    """Compute `best`; `tensors` are [scores], or q, k and weights of `IndexScores`."""
     rows_of: Any = _rows if len(tensors) == 1 else partial(topk.weighted_products, relu=relu, scale=scale)
     keys, count = _best_fake(tensors, relu, scale, allowed, low, high, batch, heads, number, blocks, k, local)
     columns = torch.arange(blocks, device=keys.device)
@@ -230,7 +232,7 @@ map_each("list_best", _BEST)
 
 
 class _Take(torch.autograd.Function):
-    """Take what an index names; its gradient is summed in a fixed order, without atomic adds."""
+    """Gather scores by an index; the gradient is summed in a fixed order, without atomic adds."""
 
     generate_vmap_rule = True
 
@@ -253,7 +255,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Put values at the places of an index, each once in a row, and sum over what is shared: the reverse of `_Take`."""
+    """Scatter values by an index without repeats in a row, and sum over broadcast dims: the gradient of `_Take`."""
 
     generate_vmap_rule = True
 
@@ -280,6 +282,6 @@ class _Put(torch.autograd.Function):
 
 
 def take(scores: Tensor, index: Tensor) -> Tensor:
-    """Return scores (B, H, 1 or rows, N) at an index (Bm, Hm, rows, K) of single mentions; 0 where that is -1."""
+    """Gather scores (B, H, 1 or rows, N) by an index (Bm, Hm, rows, K) without repeats in a row; 0 where it is -1."""
     taken: Tensor = _Take.apply(scores, index)
     return taken

@@ -1,4 +1,4 @@
-"""`PreparedMask`: a mask converted once to what attention kernels walk, for any number of calls."""
+"""`PreparedMask`: a mask that is converted once to the form that kernels use, for any number of calls."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Words = Callable[[int, int], Tensor]  # of some rows, as `pack_rows` takes them
+Words = Callable[[int, int], Tensor]  # (start, stop) -> packed rows, for `pack_rows`
 Shape = tuple[int, int, int, int]
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedMask(ABC):
-    """A mask in the form that kernels walk, for any number of calls; its classmethods `from_...` make one.
+    """A mask in the form that kernels use, for any number of calls. Create it by one of the classmethods `from_...`.
 
-    `attention` takes it in the place of a bool mask. How it is stored is chosen by the classmethod: `form` is "tiles",
-    "keys", "intervals" or "lists", and with sequences "sequence_tiles" or "tree".
+    Pass it to `attention` instead of a bool mask. The classmethod chooses how it is stored: `form` is "tiles", "keys",
+    "intervals" or "lists", and with sequences "sequence_tiles" or "tree".
 
     Attributes:
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
-        one_row: whether it was made of a mask with one row for all queries, not counting the causal or window band.
-            Some kernels then take more queries at once.
+        one_row: whether it was made from a mask with one row for all queries, apart from the causal or window band.
+            Some kernels then process more queries at once.
         sequences: the `Sequences` object that calls have to pass with it; None for other masks.
-        view: its form and its tensors, which a kernel backend receives.
+        view: its form and its tensors, for kernel backends.
     """
 
     form: ClassVar[MaskForm]
@@ -94,7 +94,7 @@ class PreparedMask(ABC):
     is_causal: bool = field(default=False, kw_only=True)
     window_size: tuple[int, int] = field(default=(-1, -1), kw_only=True)
     one_row: bool = field(default=False, kw_only=True, repr=False)
-    # Calls compare them with their own; a key of a call that had them would keep their tensors alive.
+    # Not part of `_call_key`, which would keep their tensors alive; validation compares them with the call's sequences.
     sequences: Sequences | None = field(default=None, kw_only=True, repr=False, compare=False)
     view: MaskView = field(init=False)
 
@@ -122,51 +122,49 @@ class PreparedMask(ABC):
         find_intervals: bool = False,
         sequences: Sequences | None = None,
     ) -> PreparedMask:
-        """Convert a bool mask, with causality and window, to the form that kernels walk; it is read once.
+        """Convert a bool mask, with causality and window, to the form that kernels use.
 
-        The result is equal to `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what
-        its method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by
-        PyTorch, with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were
-        expanded (stride 0) count as size 1 and are never materialised.
+        Its method `dense` returns `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Kernels of
+        the CUDA extension or of Triton convert it on a GPU, PyTorch elsewhere, with the same result. Only
+        `find_intervals` waits for the device. Expanded dims (stride 0) count as size 1 and are never materialised.
 
-        A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys. Both take O(Lk)
-        of memory, besides lists of tiles, with a band or without. Any other mask is stored as tiles, in Lq * Lk / 8
-        bytes for each of its heads; tiles outside the band are not read.
+        A mask with one row for all queries is stored as intervals, or as keys for up to 15 queries. Both need O(Lk)
+        memory plus lists of tiles, with or without a band. Any other mask is stored as tiles, in Lq * Lk / 8 bytes per
+        head; tiles outside the band are skipped.
 
-        With `sequences` the mask has the shapes that `attention` takes with them: by position, packed rows or packed
-        keys. The band applies to each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
-        for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
+        With `sequences` the mask has one of the shapes of a mask in `attention` with sequences: by position, packed
+        rows or packed keys. The band applies to each sequence. The result has max_seqlen_k / 8 bytes per query and
+        head, and is for calls with the same `Sequences` object. Triton converts it on NVIDIA GPUs, PyTorch elsewhere.
 
         Args:
             mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm
-                may be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or as in the calls, fold into the one
-                batch of the result, whose `batch_dims` keeps them.
-            seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them. They are
-                always needed with `sequences`: `q.shape[-3]` and `k.shape[-3]`, of pages
+                may be 1, Hk or Hq, and is kept. Leading dims, each 1 or as in the calls, are folded into one batch
+                dim; the `batch_dims` of the result keeps them.
+            seqlen_q, seqlen_k: number of queries and keys; needed if the mask has size 1 for all of them. They are
+                always needed with `sequences`: `q.shape[-3]` and `k.shape[-3]`, or with pages
                 `block_table.shape[1] * page_size`.
-            is_causal: forbid keys past i + Lk - Lq.
+            is_causal: hide keys after i + Lk - Lq.
             window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
-            reorder: of a mask of one row, put kept keys first, so that kernels visit only these; k and v are then
-                copied in each call. It pays where kept keys are scattered, not for padding. By default from 4096
-                queries on, where the copy is cheap compared with the call.
-            as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
-                bias of one value per query and key: kernels then read bits, which they would make of intervals in each
-                pass.
-            find_intervals: look whether, within the band, each key of a mask that depends on the query is seen by one
-                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. If so, it is
-                stored as intervals, and `reorder` applies: by default keys get an order if the tiles that it saves pay
-                for it in a forward pass. Any other mask is stored as without it. The program waits for the answer,
-                once. A CUDA graph cannot capture that, and `torch.compile` breaks its graph for it.
-            sequences: the sequences of the calls; `reorder` and `find_intervals` are refused with them,
-                and tiles are what is made.
+            reorder: for a mask with one row, put kept keys first, so that kernels visit only these; each call then
+                copies k and v. Use it if kept keys are scattered, not for padding. By default from 4096 queries on,
+                where the copy is cheap compared with the call.
+            as_tiles: store a mask with one row for 16 queries or more as tiles. It is faster for calls with a bias of
+                one value per query and key: kernels then load bits, which they would otherwise compute from intervals
+                in each pass.
+            find_intervals: store a mask that depends on the query as intervals if it has them: if, within the band,
+                the queries of each key are consecutive, as in causal top-k by one score per key, windows, documents or
+                prefixes. `reorder` applies then: by default keys are ordered if the tiles that this saves outweigh its
+                cost in a forward pass. The program waits for the answer, once; a CUDA graph cannot capture that, and
+                `torch.compile` breaks its graph for it.
+            sequences: the sequences of the calls; `reorder` and `find_intervals` are refused with them.
 
         Returns:
-            PreparedMask, of the form "intervals" or "keys" where the mask has one row for all queries, "intervals"
-            where `find_intervals` found some, else "tiles"; "sequence_tiles" with sequences.
+            PreparedMask. Its form is "sequence_tiles" with sequences; "intervals" or "keys" if the mask has one row for
+            all queries; "intervals" if `find_intervals` has found them; else "tiles".
 
         Raises:
             TypeError: not a bool tensor, or a length, flag or window of another type.
-            ValueError: another rank, lengths that are missing or do not fit the mask, a negative window, both
+            ValueError: another rank, lengths that are missing or differ from the mask, a negative window, both
                 `as_tiles` and `find_intervals`.
 
         Example:
@@ -231,16 +229,17 @@ class PreparedMask(ABC):
 
         Args:
             block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
-            block_size: tokens per block, one int or (bq, bk); blocks of whole tiles, 128, waste least.
+            block_size: tokens per block, one int or (bq, bk); multiples of 128 are best, because kernels use tiles of
+                128 x 128.
             seqlen_q, seqlen_k: number of queries and keys.
             is_causal, window_size: the band, as in `from_mask`.
 
         Returns:
-            PreparedMask, of tiles; where one row of blocks is for all queries what `from_mask` makes of one row.
+            PreparedMask, of tiles. If one row of blocks is for all queries, see `from_mask` for masks with one row.
 
         Raises:
             TypeError: `block_mask` is not bool, or a size is not an int.
-            ValueError: the number of blocks does not fit the lengths.
+            ValueError: the number of blocks is neither 1 nor the number that the lengths need.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
@@ -278,22 +277,22 @@ class PreparedMask(ABC):
         window_size: tuple[int, int] | None = None,
         device: Device = None,
     ) -> PreparedMask:
-        """Prepare the mask that a function of FlexAttention describes, by blocks of queries.
+        """Prepare the mask of a `mask_mod` of FlexAttention, in blocks of queries.
 
         Equivalent to `PreparedMask.from_mask(create_mask(mask_mod, batch_size, num_heads, seqlen_q, seqlen_k, device),
-        is_causal=is_causal, window_size=window_size)`, without a tensor of Lq * Lk values. The function is called now,
-        for each block, so later changes of tensors that it reads have no effect.
+        is_causal=is_causal, window_size=window_size)`, without an (Lq, Lk) tensor. The function is called now, for each
+        block, so later changes of tensors that it uses have no effect.
 
         Args:
-            mask_mod: a function of 4 int64 scalars, the batch, head, query and key, whose bool scalar allows the
-                pair. It runs below `torch.vmap`, as in FlexAttention.
+            mask_mod: a function of 4 int64 scalars, the batch, head, query and key. It returns a bool scalar, True if
+                the pair is allowed, and runs inside `torch.vmap`, as in FlexAttention.
             seqlen_q, seqlen_k: number of queries and keys.
             batch_size, num_heads: of the calls, for a function that uses b or h; 1 is enough for any other.
             is_causal, window_size: the band, as in `from_mask`.
-            device: where to run the function and put the result: where the tensors are that it reads.
+            device: the device of the function's tensors, on which it runs, and of the result.
 
         Returns:
-            PreparedMask. It has one batch, head or row for all where the function does not use b, h or q_idx.
+            PreparedMask. Its batch, heads or rows have size 1 if the function does not use b, h or q_idx.
 
         Raises:
             TypeError: `mask_mod` is no function, or returns anything but a bool tensor; sizes are not integer.
@@ -354,7 +353,7 @@ class PreparedMask(ABC):
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> PreparedMask:
-        """Prepare the mask of packed documents: each query attends to the keys of its own document.
+        """Prepare the mask of packed documents: each query attends to the keys of its document.
 
         Equivalent to `PreparedMask.from_mask(document_mask(ids, ids_k), is_causal=is_causal, window_size=window_size)`,
         for two queries or more.
@@ -365,7 +364,7 @@ class PreparedMask(ABC):
             is_causal, window_size: the band, as in `from_mask`.
 
         Returns:
-            PreparedMask, of tiles, with batch size B where ids depend on the batch.
+            PreparedMask, of tiles, with batch size B if ids or ids_k have a batch dim.
 
         Raises:
             TypeError: ids are not integer.
@@ -396,25 +395,25 @@ class PreparedMask(ABC):
         reorder: bool = False,
         compact: bool = False,
     ) -> PreparedMask:
-        """Prepare the mask in which key j is seen by queries `start[j]` to `stop[j]`, not included.
+        """Prepare the mask in which key j is visible to the queries `start[j] <= i < stop[j]`.
 
         Equivalent to `PreparedMask.from_mask(mask, is_causal=is_causal, window_size=window_size)` with::
 
             i = torch.arange(seqlen_q)[:, None]
             mask = (i >= start[..., None, :]) & (i < stop[..., None, :])
 
-        No pair of a query and a key is looked at, only intervals and tiles of 128 x 128, and nothing waits for the
-        device, unless `compact` asks for it.
+        No (Lq, Lk) tensor is allocated: the work is per interval and per tile of 128 x 128. Only `compact` waits for
+        the device.
 
         Args:
             start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast
-                against each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. Numbers below 0 or above `seqlen_q`
-                are clamped; a key with `start >= stop` is seen by nobody.
+                against each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. Values are clamped to 0 to `seqlen_q`;
+                a key with `start >= stop` is hidden from all queries.
             seqlen_q: number of queries.
             is_causal, window_size: the band, as in `from_mask`; it is folded in.
-            reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. It pays where keys
-                that are seen are scattered among hidden ones, as in `from_topk`, and not for windows or documents.
-            compact: of an order, make places only for live keys, as in `from_topk`.
+            reorder: put keys with similar intervals side by side, so that kernels visit a smaller number of tiles. Use
+                it if visible keys are scattered among hidden ones, as in `from_topk`, not for windows or documents.
+            compact: with `reorder`, leave hidden keys out of the order, as in `from_topk`.
 
         Returns:
             PreparedMask, of intervals.
@@ -425,7 +424,7 @@ class PreparedMask(ABC):
                 without `reorder`.
 
         Source: Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", 2024, which describes
-            masks by the rows that each column leaves out.
+            masks by the hidden rows of each column.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
@@ -437,7 +436,7 @@ class PreparedMask(ABC):
         """
         begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
         check_device("stop", ends.device, begins.device, "start")
-        # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
+        # In int64, so that small dtypes neither overflow nor refuse the limits.
         begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
         for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
             if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
@@ -450,7 +449,7 @@ class PreparedMask(ABC):
         limits = _band_fields(is_causal, window_size)
         reorder = check_flag("reorder", reorder)
         _check_compact(compact, reorder)
-        # Rows outside of the band, and rows that do not exist, are left out.
+        # Intervals are cut to the band, and to rows that exist.
         band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
         if band is not None:
             keys = torch.arange(seqlen_k, device=begins.device)
@@ -476,28 +475,28 @@ class PreparedMask(ABC):
         """Prepare the mask of the `k` highest scored keys of every query, from one score per key.
 
         Equivalent to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask, seqlen_q=seqlen_q),
-        is_causal=is_causal)`, ties, NaN and -inf included. The best keys of a causal prefix stay the best until better
-        ones come, so a key is seen by one interval of queries. These take O(Lk log Lk) in time and O(Lk) in memory, and
-        lists of tiles 8 bytes for each 128 x 128 pairs. Nothing waits for the device, unless `compact` asks for it.
+        is_causal=is_causal)`, ties, NaN and -inf included. As the prefix grows, a key stays among the best until k
+        better ones have come, so one interval of queries keeps it. Intervals need O(Lk log Lk) time and O(Lk) memory,
+        and lists of tiles 8 bytes for each 128 x 128 pairs. Only `compact` waits for the device.
 
         Args:
             scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, 1, Lk): one score per key for
-                all queries. H is 1, Hk or Hq. No gradient goes through it.
+                all queries. H is 1, Hk or Hq. It gets no gradient.
             k: number of keys to keep, >= 1; may exceed Lk.
-            is_causal: only keys j <= i + Lk - Lq are allowed to query i.
+            is_causal: whether query i is only allowed the keys j <= i + Lk - Lq.
             mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
-            seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
-            local: a causal query also gets the last `local` allowed keys up to its own, which do not count as part
-                of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
-            reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where
-                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Only sizes
-                decide: the heads of `scores` count as the heads of the call, and a backward pass is expected where
+            seqlen_q: number of queries; Lk by default. Decoding one query with a cache needs `seqlen_q=1`.
+            local: a causal query also keeps the allowed ones of the last `local` keys up to its position, in addition
+                to the k: `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
+            reorder: put keys with similar intervals side by side, so that kernels visit a smaller number of tiles. By
+                default if that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Only
+                sizes decide: the heads of `scores` count as the heads of the call, and a backward pass is expected if
                 `scores` need a gradient.
-            compact: make an order with places only for live keys. With independent scores few are live, about
-                k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k, v and the
-                sums of their gradients in each call. The program waits for their number, once. A CUDA graph cannot
-                capture that, and `torch.compile` breaks its graph for it. If more than half of the keys are live,
-                nothing changes.
+            compact: order the keys, and leave hidden ones out of the order. With independent scores only about
+                k * (1 + ln(Lk / k)) keys are visible to some query: at 1M keys and k = 1024 lists of tiles are a
+                hundred times smaller, and so are the copies of k and v, and the sums of their gradients, in each call.
+                The program waits for that number, once; a CUDA graph cannot capture that, and `torch.compile` breaks
+                its graph for it. If more than half of the keys are visible to some query, none is left out.
 
         Returns:
             PreparedMask, of intervals, with the batch size and heads of scores and mask.
@@ -560,29 +559,29 @@ class PreparedMask(ABC):
         window_size: tuple[int, int] | None = None,
         sequences: Sequences | None = None,
     ) -> PreparedMask:
-        """Prepare the mask in which each query attends to the keys, or the blocks of keys, that its list names.
+        """Prepare the mask in which each query attends to the keys, or the blocks of keys, of its list.
 
         Equivalent to `PreparedMask.from_mask(mask, is_causal=is_causal, window_size=window_size)` with::
 
             chosen = torch.zeros(Bm, Hm, R, blocks + 1, dtype=torch.bool)
-            chosen.scatter_(3, torch.where(index < 0, blocks, index), True)  # the last column is of no block
+            chosen.scatter_(3, torch.where(index < 0, blocks, index), True)  # the last column is for -1
             mask = expand_blocks(chosen[..., :blocks], block_size, seqlen_q, seqlen_k)
 
-        No tensor of queries times keys is made, neither here nor by calls. A list is a set: its order, and keys that it
-        names twice, change no result. A list may name keys that the band hides; they stay hidden.
+        No (Lq, Lk) tensor is allocated, neither here nor by calls. The order of a list, and repeated keys, do not
+        change the result. Keys that the band hides are allowed in a list, and stay hidden.
 
-        With `sequences` entries count the keys of each sequence from 0, whether these are packed, padded or in pages,
-        and the band applies to each sequence. The result is for calls with the same `Sequences` object.
+        With `sequences` entries are positions in their sequence, from 0, for packed, padded and paged keys alike, and
+        the band applies to each sequence. The result is for calls with the same `Sequences` object.
 
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
-                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 is for none. Hm is 1, Hk or
-                Hq. Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) where
-                queries are packed, else (sequences or 1, Hm, seqlen_q, K).
-            seqlen_k: number of keys; with sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
+                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 for no key. Hm is 1, Hk or Hq.
+                Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) if queries
+                are packed, else (sequences or 1, Hm, seqlen_q, K).
+            seqlen_k: number of keys; with sequences `k.shape[-3]`, or with pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). With
-                sequences no queries share a list.
+            block_size: queries of a list, and keys of a block, as one int or (block_q, block_k). With sequences each
+                query needs one list, so block_q is 1.
             is_causal, window_size: the band, as in `from_mask`.
             sequences: the sequences of the calls.
 
@@ -591,9 +590,9 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
-            ValueError: another rank or number of lists, lists that queries share with sequences, or, on a CPU, an
-                entry below -1 or past the last block. On an accelerator the host does not wait for it, and such an
-                entry counts as -1.
+            ValueError: another rank or number of lists, lists for blocks of queries with sequences, or, on a CPU, an
+                entry below -1 or after the last block. On an accelerator entries are not checked, and such an entry
+                counts as -1.
 
         Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
             of keys); Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
@@ -657,27 +656,28 @@ class PreparedMask(ABC):
         local: int = 0,
         sequences: Sequences | None = None,
     ) -> PreparedMask:
-        """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
+        """Prepare the mask of the `k` best scored keys, or blocks of keys, of each query or block of queries, as lists.
 
         With single keys it is equal to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask))`.
-        It looks at the scores of some queries at a time, so `IndexScores` never become a tensor of queries times keys.
-        Lists are ascending, without a sort, and nothing waits for the device.
+        Scores are computed for chunks of queries, so `IndexScores` never become an (Lq, Lk) tensor. Lists are
+        ascending, without a sort. It does not wait for the device.
 
-        With packed `sequences` scores are of all queries and all keys, and each query lists keys of its sequence,
-        counted from 0, as `from_lists` takes them. Scores of other sequences are computed and not looked at.
+        With packed `sequences` scores are of all queries and all keys. Each query gets a list of keys of its sequence,
+        numbered from 0 as in `from_lists`; scores of other sequences' keys are computed and ignored.
 
         Args:
             scores: float, read from the right as (*batch, H, R or 1, N), without a gradient here; or `IndexScores`. R
                 is the number of blocks of queries, N of blocks of keys. -inf forbids; NaN ranks below every number;
-                ties go to the earliest key.
-            k: how many are chosen, from 1.
-            seqlen_q, seqlen_k: number of queries and keys; needed where blocks are of several, and seqlen_q also where
-                scores have one row for all.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
-            is_causal: a list has blocks whose first key its last query may see; calls hide later keys of these.
+                of equal scores the earliest key comes first.
+            k: number of chosen keys or blocks, at least 1.
+            seqlen_q, seqlen_k: number of queries and keys; needed if a block has more than one, and seqlen_q also if
+                scores have one row for all queries.
+            block_size: queries of a list, and keys of a block, as one int or (block_q, block_k).
+            is_causal: a block may be chosen if the last query of the list may see its first key; calls hide its later
+                keys.
             mask: bool, broadcastable to the scores: the blocks that may be chosen. Both have 4 dims at most then.
-            local: a list also has the last `local` blocks that its last query may see.
-            sequences: the sequences of the calls, packed; blocks are of single keys then.
+            local: a list also gets the last `local` blocks that its last query may see.
+            sequences: the sequences of the calls, packed; blocks then are single keys.
 
         Returns:
             PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
@@ -685,7 +685,8 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: `scores` is not float, `mask` not bool, or `k` or a length is not an int.
-            ValueError: k < 1, shapes that do not fit, `local` without causality, sequences that are not packed.
+            ValueError: k < 1, shapes that do not broadcast or differ from the lengths, `local` without causality,
+                sequences that are not packed.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
@@ -749,28 +750,28 @@ class PreparedMask(ABC):
 
     @classmethod
     def from_tree(cls, tree: Tensor) -> PreparedMask:
-        """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
+        """Pack trees of draft tokens, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
         The last n keys of a sequence are its new tokens, the queries of the call. The result is equal to a mask of all
-        keys, which no backend has to make::
+        keys, without its memory::
 
-            mask = torch.ones(n, Lk, dtype=torch.bool)  # of one sequence: every earlier key is seen
+            mask = torch.ones(n, Lk, dtype=torch.bool)  # for one sequence: every earlier key is visible
             mask[:, Lk - n :] = tree
 
         Args:
-            tree: bool (S or 1, n, n): whether query i of a sequence attends to its new token j. n is max_seqlen_q of
-                the calls, which a shorter sequence uses the first rows and columns of; 1 in front is one tree for all.
+            tree: bool (S or 1, n, n): whether query i of a sequence attends to its new token j; a first size of 1 is
+                one tree for all. n is max_seqlen_q of the calls; a shorter sequence uses the first rows and columns.
 
         Returns:
             PreparedMask, of the form "tree", of n * n / 8 bytes for each tree.
 
         Raises:
             TypeError: not a bool tensor.
-            ValueError: another rank, or other numbers of rows and columns.
+            ValueError: another rank, or a number of columns other than rows.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
-            >>> chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()  # what is_causal allows
+            >>> chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()  # the same as is_causal
             >>> PreparedMask.from_tree(chain).bits.flatten().tolist()
             [1, 3, 7, 15]
         """
@@ -792,9 +793,9 @@ class PreparedMask(ABC):
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> PreparedMask:
-        """Pack a mask that has the pairs of each sequence one behind the other, for all layers of a model.
+        """Pack a mask in which the (query, key) pairs of all sequences follow one another, for all layers of a model.
 
-        Equivalent to, for queries and keys that are packed::
+        Equivalent to, for packed queries and keys::
 
             mask = torch.zeros(heads, seqlen_q, max_seqlen_k, dtype=torch.bool)
             start = 0
@@ -804,8 +805,8 @@ class PreparedMask(ABC):
             PreparedMask.from_mask(mask, sequences=sequences, ...)
 
         Args:
-            flat: bool (N,) or (H, N), where N is the sum of Lq_s * Lk_s over sequences: the rows of the first sequence,
-                one behind the other, then the rows of the second. H is 1, Hk or Hq.
+            flat: bool (N,) or (H, N), where N is the sum of Lq_s * Lk_s over sequences: all rows of the first sequence,
+                then all rows of the second, and so on. H is 1, Hk or Hq.
             sequences: the `Sequences` object of the calls.
             seqlen_q, seqlen_k, is_causal, window_size: as in `from_mask(mask, sequences=sequences)`.
 
@@ -814,10 +815,10 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: not a bool tensor, not `Sequences`.
-            ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator the host does not wait to
-                count them: missing ones read wrong values, never outside of `flat`.
+            ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator pairs are not counted:
+                missing ones get wrong values, but memory outside of `flat` is never accessed.
 
-        Source: Ye et al., FlashInfer, 2025, whose `custom_mask` has the flat form.
+        Source: Ye et al., FlashInfer, 2025, where `custom_mask` has the flat form.
 
         >>> import torch
         >>> from flash_dmattn import Sequences
@@ -871,7 +872,7 @@ class PreparedMask(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the bool tensor that it is equal to: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
+        """The shape of the bool tensor that it is equal to: (Bm, Hm, Lq or 1, Lk), or (S or 1, n, n) for trees."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -880,19 +881,19 @@ class PreparedMask(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device that its tensors are on."""
+        """The device of its tensors."""
         return self.view.tensors[0].device
 
     @cached_property
     def _call_key(self) -> tuple[object, ...]:
-        """Tell calls with such masks apart, whatever these allow; hashable."""
+        """Its part of the key of a call in the cache of plans: all except values of tensors; hashable."""
         values = (getattr(self, field.name) for field in _fields(self) if field.compare)
         return self.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Copy the mask to a device, as `torch.Tensor.to` does: itself where it is there already.
+        """Copy the mask to a device; return itself if it is there already, as `torch.Tensor.to` does.
 
-        A mask with `sequences` takes them along: calls pass `mask.sequences` of the result.
+        Its `sequences` are copied, too: pass `mask.sequences` of the result to calls.
 
         >>> import torch
         >>> from flash_dmattn.masks import PreparedMask
@@ -907,13 +908,13 @@ class PreparedMask(ABC):
         return self._with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
 
     def _with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
-        """Replace the tensors, given in the order of `tensors`, and other fields by name."""
+        """Replace the tensors, in the order of the property `tensors`, and other fields by name."""
         changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
         return replace(self, **changes)
 
     @abstractmethod
     def unpacked(self) -> Tensor:
-        """Return the bool tensor of `shape`, contiguous, that allows what this mask does together with the band."""
+        """Return the equal bool tensor of `shape`, contiguous, band included."""
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return query rows `start` to `stop` of the bool mask, band included: (Bm, Hm, stop - start, Lk)."""
@@ -923,15 +924,16 @@ class PreparedMask(ABC):
     def stats(self) -> MaskStats:
         """Count density, active and full tiles of 128 x 128, and empty rows, band included; it waits for the device.
 
-        As `mask_stats` counts them, but a last tile with fewer than 128 keys is never full: kernels mask its end.
+        It differs from `mask_stats` in one point: a last tile of less than 128 keys is never full, because kernels mask
+        its end.
         """
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`: only the fields, since cached values may name a device left behind.
+        # For pickle, copy and `torch.save`: only the fields, because cached values may be for another device.
         return _restore, (self.form, {field.name: getattr(self, field.name) for field in _fields(self)})
 
     def __repr__(self) -> str:
-        # Not the values of tensors: printing them waits for the device, and there may be millions.
+        # Without the values of tensors: printing them waits for the device, and there may be millions.
         values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
         shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, Tensor)]
         first, last = f"form={self.form!r}, shape={self.shape}", f"device={str(self.device)!r}"
@@ -939,7 +941,7 @@ class PreparedMask(ABC):
 
 
 def _fields(mask: PreparedMask) -> list[Any]:
-    """Return the fields that a mask is made of, without the view that follows from them."""
+    """Return the fields of a mask that are arguments of its class; `view` is derived from them."""
     return [each for each in fields(mask) if each.init]
 
 
@@ -949,7 +951,7 @@ def _band_fields(is_causal: bool, window_size: tuple[int, int] | None) -> dict[s
 
 
 def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
-    """Check the numbers of a top-k selection; return its band as fields of a mask."""
+    """Check the arguments of a top-k selection; return its band as fields of a mask."""
     integer("k", k, 1)
     if integer("local", local) and not is_causal:
         raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix")
@@ -957,7 +959,7 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
 
 
 def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """Fold the dims in front of a tensor of more than 4 into one batch dim; return them, too, or None."""
+    """Fold the leading dims of a tensor with more than 4 dims into one batch dim; return also these dims, or None."""
     if not isinstance(x, Tensor) or x.dim() <= 4:
         return x, None
     x = collapse(x, dims=range(x.dim() - 3))
@@ -965,7 +967,7 @@ def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
 
 
 def _full_length(name: str, what: str, size: int, length: int | None) -> int:
-    """Return the real length along a dim of a mask, from its size and from the argument."""
+    """Return the number of queries, or keys, of a mask, from the size of its dim and from the argument."""
     if length is None:
         if size == 1:
             raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number")
@@ -978,7 +980,7 @@ def _full_length(name: str, what: str, size: int, length: int | None) -> int:
 def _lengths_of_lists(
     name: str, lists: int, block_size: tuple[int, int], seqlen_q: int | None, seqlen_k: int
 ) -> tuple[int, int]:
-    """Return the numbers of queries and keys of a mask with so many lists, once they fit."""
+    """Return the number of queries and of keys of a mask of lists; refuse another number of lists than they need."""
     block_q = block_size[0]
     if seqlen_q is None:
         if block_q > 1:
@@ -1010,7 +1012,7 @@ def _check_compact(compact: bool, reorder: bool | None) -> None:
 def _spec_beside(
     name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
-    """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
+    """Describe the sequences of a mask for calls with these lengths, and check that they are on the mask's device."""
     check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     if seqlen_q is None:
         raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3]")
@@ -1023,10 +1025,10 @@ def _spec_beside(
 
 
 def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[Tensor] | None:
-    """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
+    """Return the tensors of the `IntervalMask` equal to tiles; None if the queries of some key are not consecutive.
 
-    Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They
-    tell how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
+    The answer depends on values, so it waits for the device, once. The counts of live keys, pairs and tiles are copied
+    with it: they decide how long an order of keys is and, if `reorder` is None, whether it is worth its cost.
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)

@@ -1,6 +1,6 @@
-"""The operators that prepare masks, and who packs: PyTorch, or a faster packer of the device.
+"""The operators that prepare masks, and the choice of the packer: PyTorch, or a faster one for the device.
 
-A graph that prepares a mask has these operators in it, not the loops that they run, which take a compiler a minute.
+A compiled graph contains these operators, not the loops inside, which would take a minute to compile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
 from .packing import TILE, TILE_WORDS, KeySet, MaskPacking, TileLists, row_counts, tile_count, tiles
 
-# Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
-# it costs five times what tiles do.
+# Below this number of queries a call is bound by loads of k and v, so gathering single keys is free; from it on,
+# gathering costs five times as much as tiles.
 FEW_QUERIES = 16
-# Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
-# bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
+# From this number of queries on, over all heads of a key, a copy of k and v is at most a tenth of a forward pass. H200,
+# bf16: the copy moves 8 * D bytes per key at 3 TB/s, and each query needs 4 * D FLOP per key, 6e-15 s * D.
 ORDER_FROM = 4096
 
 TwoTensors = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def _pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
 
 
 def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
-    """Serve as `Packer.interval_tiles` in PyTorch; the fastest packer of the device lists the tiles."""
+    """Implement `Packer.interval_tiles` in PyTorch, except for the lists, which the fastest packer makes."""
     bounds = intervals.interval_bounds(start, stop, order)
     return bounds, *packer_for(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
@@ -43,19 +43,19 @@ def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) ->
 def row_intervals(
     mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool, *operands: Tensor | None
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Serve as `Packer.row_intervals`, in two steps of the fastest packer of the device."""
+    """Implement `Packer.row_intervals` by two functions of the fastest packer of the device."""
     fastest = packer_for(mask)
     start, stop, order = fastest.key_intervals(mask, seqlen_q, band, reorder)
     return (start, stop, order, *fastest.interval_tiles(start, stop, order, seqlen_q)), ()
 
 
 class Packer(NamedTuple):
-    """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
+    """The functions that prepare a mask, by default in plain PyTorch. All packers return the same bits.
 
-    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` of a mask with one row. If it also gets
-    k, v, and a bias of one value per key or None, it may make `MaskView.fresh`. The other functions have a namesake in
-    `packing`, `intervals` or `topk`.
+    `pack_tiles` makes the tensors of a `TileMask` from a bool mask of any strides, `interval_tiles` the bounds and
+    lists of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` from a mask with one row. It may
+    also make `MaskView.fresh`, if it gets k, v, and a bias with one value per key or None. The other functions are
+    described under their names in `packing`, `intervals` and `topk`.
     """
 
     pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
@@ -80,7 +80,7 @@ _find_faster: Callable[[Tensor], Packer | None] = lambda tensor: None
 
 
 def register(find_faster: Callable[[Tensor], Packer | None]) -> None:
-    """Ask `find_faster` for the packer of a tensor from now on; where it returns None, PyTorch packs."""
+    """Set the function that returns the packer for a tensor, or None for PyTorch."""
     global _find_faster
     _find_faster = find_faster
 
@@ -91,29 +91,30 @@ def packer_for(tensor: Tensor) -> Packer:
 
 
 def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
-    """Choose the form of a one-row mask that is prepared before its calls, only by their number of queries."""
-    seqlen_q = hint(seqlen_q)  # every form is right for any number
+    """Choose the form of a mask with one row, prepared before its calls, by their number of queries only."""
+    seqlen_q = hint(seqlen_q)  # a hint may be wrong, but every form is right for any number of queries
     if seqlen_q < FEW_QUERIES:
         return MaskChoice("keys")
     return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
 
 
 def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice) -> MaskView:
-    """Prepare a bool mask (Bm, Hm, Lq or 1, Lk or 1) as "tiles", or if it has one row for all queries as `one_row`.
+    """Prepare a bool mask (Bm, Hm, Lq or 1, Lk or 1): as `one_row` if it has one row for all queries, else as tiles.
 
-    An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
+    An expanded dim (stride 0) counts as size 1. No two tensors of the result overlap in memory.
     """
-    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
+    # Collapsed before the operator: its result may depend on sizes, but not on strides, which compilers change.
     mask = collapse(mask)
     form = one_row.form if mask.size(2) == 1 else "tiles"
     return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
 
 
 def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice) -> Callable[..., MaskView]:
-    """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
+    """Return a function from a bool mask to its `MaskView`, for masks of equal shape and strides.
 
-    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles". The
-    function takes the mask, then k, v and bias if `Packer.row_intervals` gets them.
+    It does the same as `prepared_view`, without the operator, so masks must not be watched (see `is_watched`). Band
+    and packer are computed once. Masks with more than one row need the form "tiles". The arguments are the mask, and
+    k, v and bias for `Packer.row_intervals`.
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
     form, reorder = choice
@@ -172,14 +173,14 @@ def _prepare_fake(
 
 
 def _map_entries(name: str, operator: Callable[..., Any]) -> None:
-    """Let `torch.vmap` map an operator of tensors (Bm, ...): what all its calls have becomes entries of one call."""
+    """Register a rule of `torch.vmap` for an operator of tensors (Bm, ...): one call with the entries of all calls."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         moved = [
             x if not isinstance(x, Tensor) else x[None] if dim is None else x.movedim(dim, 0)
             for x, dim in zip(arguments, in_dims, strict=True)
         ]
-        # Scores and what is allowed may each have one entry for all of their batch.
+        # Scores and mask may each have one entry for the whole batch.
         (batch,) = torch.broadcast_shapes(*(x.shape[1:2] for x in moved if isinstance(x, Tensor)))
         entries = (info.batch_size, batch)
         folded = [x.expand(*entries, *x.shape[2:]).flatten(0, 1) if isinstance(x, Tensor) else x for x in moved]
@@ -206,14 +207,14 @@ def pack_beside(
     mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[Tensor]:
     """Pack a mask for sequences by the operator, with the arguments and the result of `pack_sequences`."""
-    # Collapsed before the operator, so that only sizes decide what it returns: compilers change strides.
+    # Collapsed before the operator: its result may depend on sizes, but not on strides, which compilers change.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors
 
 
 def _spec_of(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
-    """Read the spec and the window from the numbers that the schema has after the tensors and the packing."""
+    """Return the spec and the window from the last arguments of the operator."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
@@ -278,7 +279,7 @@ def _interval_walk(start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, pl
     order = fastest.key_order(start, stop, seqlen_q) if reorder else own_order
     if order.size(2) == places or not reorder:
         return [order, *fastest.interval_tiles(start, stop, order, seqlen_q)]
-    order, start, stop = fastest.first_places(start, stop, order, places)  # the rest is not kept alive
+    order, start, stop = fastest.first_places(start, stop, order, places)  # copies, so that the full order is freed
     return [order, *fastest.interval_tiles(start, stop, own_order, seqlen_q)]
 
 
@@ -303,7 +304,7 @@ def interval_walk(
 ) -> Sequence[Tensor]:
     """Return order, bounds, row_lists and col_lists of an `IntervalMask`: O(Lq * places).
 
-    An order of keys has `places`, by default one for each key; it has room for the live keys of each head.
+    `places` is the length of the order, by default Lk; it needs to be at least the number of live keys of each head.
     """
     places = start.size(2) if places is None else places
     tensors: Sequence[Tensor] = _run_walk(start, stop, seqlen_q, reorder, places)

@@ -1,7 +1,7 @@
-"""Packing in plain PyTorch, on any device: bits, tile classes, tile lists and key sets; the oracle of the kernels.
+"""Packs masks in plain PyTorch, on any device: bits, tile classes, tile lists and key sets.
 
-`triton_kernels/mask_pack.py` offers `pack_mask`, `list_tiles` and `key_set` with these signatures and these results,
-bit for bit; `triton_kernels/sequence_pack.py` offers `pack_sequences`.
+`triton_kernels/mask_pack.py` has `pack_mask`, `list_tiles` and `key_set`, `triton_kernels/sequence_pack.py` has
+`pack_sequences`. Signatures are the same, and tests check that results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 # Elements packed at once: as many bytes of dense rows, and twice that in temporaries.
 CHUNK_ELEMENTS = 1 << 24
 
-# Multiplied by this, eight bools that are read as one little-endian integer have their bits in order in the top byte.
-# Byte k is moved by 56 - 7k bits. No two of the 64 partial products meet, so nothing is carried.
+# Eight bools, viewed as one little-endian int64, times this constant have their bits in order in the top byte: byte k
+# is shifted by 56 - 7k bits. No two of the 64 partial products overlap, so there is no carry.
 GATHER_EIGHT = 0x0102040810204080
 
 
@@ -43,7 +43,7 @@ def tiles(length: int) -> int:
 
 
 def refuse_mapped(what: str, x: Tensor, instead: str) -> None:
-    """Refuse a tensor that `torch.vmap` maps, where its values decide."""
+    """Refuse a tensor that `torch.vmap` maps, for functions that depend on its values."""
     if not torch.compiler.is_compiling() and is_mapped(x):
         raise NotImplementedError(f"{what} needs the values of one call, and torch.vmap maps several; {instead}")
 
@@ -52,8 +52,8 @@ def pack_words(rows: Tensor) -> Tensor:
     """Pack bool rows (..., Lk) as bits: int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
     refuse_mapped("this mask", rows, "pass a bool mask, or PreparedMask.from_mask of it")
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
-    # A contiguous tensor may still start between two words, or have odd strides where a size is 1. A compiler cannot
-    # trace where tensors start.
+    # A contiguous tensor may start at an unaligned address, or have odd strides in a dim of size 1. A compiler cannot
+    # trace storage offsets.
     if (
         torch.compiler.is_compiling()
         or padded.storage_offset() % 8
@@ -72,10 +72,10 @@ def unpack_words(words: Tensor, seqlen_k: int) -> Tensor:
 
 def pack_tree(tree: Tensor) -> Tensor:
     """Pack bool trees (S or 1, n, n) as bits: int32 (S or 1, n, ceil(n / 32)), in the order of `pack_words`."""
-    # `pack_words` asks where tensors start in memory, which torch.compile cannot trace.
+    # Not by `pack_words`, which pads rows to 128 bits.
     words = pad(tree, (0, -tree.shape[2] % WORD)).unflatten(2, (-1, WORD)).long()
     shifts = torch.arange(WORD, device=tree.device)
-    return (words << shifts).sum(3).to(torch.int32)  # where bit 31 is set, the lower half of an int64
+    return (words << shifts).sum(3).to(torch.int32)  # the lower 32 bits, also if bit 31 is set
 
 
 def unpack_tree(bits: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def unpack_tree(bits: Tensor) -> Tensor:
 
 
 def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> Tensor:
-    """Return the bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
+    """Return the bits of a band in rows `start` to `stop`: int32 (stop - start, 4 * ceil(Lk / 128))."""
     first = torch.arange(0, tiles(seqlen_k) * TILE, WORD, device=device)
     rows = torch.arange(start, stop, device=device)[:, None]
     if band is None:
@@ -98,14 +98,14 @@ def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: 
 def pack_rows(
     words_of: Callable[[int, int], Tensor], shape: tuple[int, int, int, int], band: Band | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Make bits (Bm, Hm, Lq, words) and classes of a mask that is known by rows, with the band folded in.
+    """Make bits (Bm, Hm, Lq, 4 * ceil(Lk / 128)) and classes of a mask in chunks of rows, with the band folded in.
 
-    `words_of(start, stop)` makes what `pack_words` does of these rows, for chunks of them, so that little is allocated.
+    `words_of(start, stop)` returns these rows in the form of `pack_words`; chunks bound the memory.
     """
     batch, num_heads, seqlen_q, seqlen_k = shape
     bits = torch.empty(batch, num_heads, seqlen_q, tiles(seqlen_k) * TILE_WORDS, dtype=torch.int32, device=device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
-    # A compiler would bind the sizes by the number of chunks.
+    # A loop over chunks would specialise the graph of a compiler on sizes.
     starts = (0,) if torch.compiler.is_compiling() else range(0, seqlen_q if bits.numel() else 0, step)
     for start in starts:
         stop = seqlen_q if torch.compiler.is_compiling() else min(start + step, seqlen_q)
@@ -115,14 +115,14 @@ def pack_rows(
 
 
 def pack_mask(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor]:
-    """Make bits and classes of a bool mask (Bm, Hm, Lq, Lk) of any strides, with the band folded in."""
+    """Make bits and classes of a bool mask (Bm, Hm, Lq, Lk), any strides, with the band folded in."""
     batch, num_heads, seqlen_q, seqlen_k = mask.shape
     shape = (batch, num_heads, seqlen_q, seqlen_k)
     return pack_rows(lambda start, stop: pack_words(mask[:, :, start:stop]), shape, band, mask.device)
 
 
 def classify(bits: Tensor) -> Tensor:
-    """Classify every tile of packed rows (..., Lq, words): uint8 (..., Tq, Tk). Missing rows forbid nothing."""
+    """Classify every tile of packed rows (..., Lq, 4 * Tk): uint8 (..., Tq, Tk). Padding rows do not count."""
     tiles_k = bits.size(-1) // TILE_WORDS
     missing = -bits.size(-2) % TILE
     seen = (bits != 0).unflatten(-1, (tiles_k, TILE_WORDS)).any(-1)
@@ -147,20 +147,20 @@ def list_rows(classes: Tensor) -> Tensor:
 
 def key_set(mask: Tensor) -> KeySet:
     """Return (kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
-    flags = mask[:, :, 0].contiguous()  # what follows keeps the strides it is given
+    flags = mask[:, :, 0].contiguous()  # because the results keep its strides
     seqlen_k = flags.size(-1)
     prefix = pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
-    count = prefix[..., -1].clone(memory_format=torch.contiguous_format)  # of one head it would be a view
+    count = prefix[..., -1].clone(memory_format=torch.contiguous_format)  # `contiguous` may return a view of prefix
     order = flags.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
     kept = order.masked_fill_(torch.arange(seqlen_k, device=mask.device) >= count[..., None], seqlen_k)
     return kept, count, prefix
 
 
 def count_bits(bits: Tensor) -> Tensor:
-    """Count the bits that are set in all words together: int64 scalar tensor."""
+    """Count the bits that are set: int64 scalar tensor."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for x in bits.flatten().split(max(1, CHUNK_ELEMENTS // 4)):
-        # Pairs, nibbles, bytes, then all four bytes at once: Warren, "Hacker's Delight", 2002, section 5-1.
+        # Sums of pairs of bits, of nibbles, of bytes, then of all four bytes: Warren, "Hacker's Delight", 2002, 5-1.
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -168,19 +168,20 @@ def count_bits(bits: Tensor) -> Tensor:
     return total
 
 
-# Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, for `first` the
-# first of its rows. If two sequences have 200 and 100 rows, the first has tiles 0 and 1; the second begins with row
-# 200, so with tile 200 // 128 + 1 = 2. Nobody has to know the lengths of the sequences before.
+# No tile has rows of two sequences. The tiles of sequence s begin with number `first // 128 + s`, where `first` is its
+# first row. If two sequences have 200 and 100 rows, the first has tiles 0 and 1; the second begins at row 200, so its
+# first tile is 200 // 128 + 1 = 2. Numbers may have gaps, but do not depend on the lengths of earlier sequences.
 
-# The layout of a mask: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or
-# "tree", only the new tokens.
+# The layout of a mask: one of `Packing`; "ragged", where the pairs of all sequences follow one another; or "tree", only
+# the new tokens.
 MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
 class TiledSide(NamedTuple):
-    """The queries or the keys of all sequences, numbered in one row; slots of padded ones follow one another.
+    """The queries, or the keys, of all sequences, as rows that are numbered through; padded slots follow one another.
 
-    `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
+    `first`, int64 (S,), is the first row of each sequence, ascending; `lengths`, int64 (S,), its number of rows. `rows`
+    is the number of all rows, including rows of no sequence.
     """
 
     first: Tensor
@@ -194,11 +195,11 @@ class TiledSide(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Number of tiles that have numbers, also of tiles of no sequence."""
+        """The number of tiles as they are numbered, gaps included."""
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for each tile its sequence, its number there, and whether the sequence has it; S is at least 1."""
+        """Return for each tile number its sequence, its index there, and whether the tile exists; S is at least 1."""
         number = torch.arange(self.tiles, device=self.first.device)
         own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
         place = number - self.first_tile[own]
@@ -206,23 +207,23 @@ class TiledSide(NamedTuple):
 
 
 def row_counts(spec: SequenceSpec) -> tuple[int, int]:
-    """Count the rows of queries and of keys in all, as `TiledSide` does."""
+    """Return the number of all rows of queries, and of keys: `TiledSide.rows`."""
     rows_q = spec.rows_q if spec.packs_queries else spec.number * spec.rows_q
     return rows_q, spec.rows_k if spec.packs_keys else spec.number * spec.rows_k
 
 
 def tile_count(rows: int, spec: SequenceSpec) -> int:
-    """Count the tiles that so many rows of these sequences have numbers for."""
+    """Return `TiledSide.tiles` for a number of rows."""
     return rows // TILE + spec.number
 
 
 def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
-    """Return whether there are no bits, or none that may be set."""
+    """Return whether there are no bits, or no bit may be set."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
 def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
-    """Return queries and keys, from the bounds of a `SequenceView`."""
+    """Return the `TiledSide` of queries and of keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
     queries = TiledSide(first_q if spec.packs_queries else slots * spec.rows_q, length_q, rows_q)
@@ -234,7 +235,7 @@ def pack_sequences(
 ) -> list[Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
-    The mask, bool, has the layout in which `attention` reads it with these sequences. "ragged" is (1, Hm, 1, N), "tree"
+    The bool mask has the layout of `attention` with these sequences; for "ragged" it is (1, Hm, 1, N), for "tree"
     (S or 1, 1, n, n). The window has causality folded in.
     """
     queries, keys = sides_of(bounds, spec)
@@ -256,7 +257,7 @@ def pack_sequences(
 def _inside(
     tokens: TokenPlaces, queries: TiledSide, keys: TiledSide, max_seqlen_k: int, window: tuple[int, int]
 ) -> Tensor:
-    """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k), aligned at the last of both."""
+    """Return the keys of its sequence that the window permits each row: bool (rows, max_seqlen_k)."""
     left, right = window
     own, place, is_used = tokens
     column = torch.arange(max_seqlen_k, device=own.device)
@@ -278,11 +279,11 @@ def _rows_of(
     keys: TiledSide,
     number: int,
 ) -> Tensor:
-    """Read rows of a mask from `start` on and `number` keys of their sequences: bool (Hm, rows, number or 1)."""
+    """Return the mask of the rows `tokens`, which begin at row `start`: bool (Hm, rows, number of keys or 1)."""
     own, place, _ = tokens
 
     def within(size: int, index: Tensor) -> Tensor:
-        return index.clamp(0, size - 1)  # what is of no sequence reads anything; `_inside` forbids it
+        return index.clamp(0, size - 1)  # rows and keys of no sequence get any value; `_inside` hides them
 
     if mask_packing == "queries":
         return mask[0, :, start : start + len(own)] if mask.shape[2] > 1 else mask[0]
@@ -303,13 +304,13 @@ def _rows_of(
 
 
 def _classify(bits: Tensor, queries: TiledSide, columns: int) -> Tensor:
-    """Classify every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
+    """Classify every tile: uint8 (Hm, rows of tiles, columns). Rows after the end of a sequence do not count."""
     num_heads, _, words = bits.shape
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
     if classes.numel() == 0 or queries.rows == 0 or len(queries.first) == 0:
         return classes
     own, place, exists = queries.tile_places()
-    # Rows behind the last one are that one again, which changes no class.
+    # Rows after the end are replaced by the last row, which does not change the class.
     row = torch.minimum(
         place[:, None] * TILE + torch.arange(TILE, device=bits.device), queries.lengths[own][:, None] - 1
     )
@@ -321,7 +322,7 @@ def _classify(bits: Tensor, queries: TiledSide, columns: int) -> Tensor:
 
 
 def _by_column(classes: Tensor, queries: TiledSide, keys: TiledSide, most_rows: int) -> Tensor:
-    """Turn classes to columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
+    """Transpose classes: for each column of tiles, the rows of its sequence: uint8 (Hm, columns of tiles, rows)."""
     num_heads, rows, columns = classes.shape
     if classes.numel() == 0 or len(queries.first) == 0:
         return classes.new_zeros(num_heads, keys.tiles, most_rows)
@@ -333,7 +334,7 @@ def _by_column(classes: Tensor, queries: TiledSide, keys: TiledSide, most_rows: 
 
 
 def unpack_sequences(bits: Tensor, spec: SequenceSpec) -> Tensor:
-    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one with these sequences; contiguous."""
+    """Unpack bits (1, Hm, rows, 4 * C) to a bool mask in the layout of `attention` with sequences; contiguous."""
     rows = unpack_words(bits, spec.max_seqlen_k)
     if spec.packs_queries:
         return rows

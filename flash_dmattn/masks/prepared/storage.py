@@ -1,4 +1,4 @@
-"""How prepared masks are stored: tiles, keys, intervals or lists; with sequences tiles of each, or trees."""
+"""The forms of prepared masks: tiles, keys, intervals and lists; with sequences tiles per sequence, and trees."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchMask(PreparedMask):
-    """A mask for calls without sequences, whose queries and keys are seqlen_q x seqlen_k in each batch entry.
+    """A mask of seqlen_q x seqlen_k for each batch entry. Lists may also have sequences.
 
     Attributes:
-        seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
-        leading: the leading dims of the mask that it was made of, where these were not one batch dim.
+        seqlen_q, seqlen_k: number of queries and keys of the calls.
+        leading: the leading dims of the mask that it was made from; None if that had one batch dim.
     """
 
     seqlen_q: int
@@ -54,7 +54,7 @@ class BatchMask(PreparedMask):
         return self.shape[:1] if self.leading is None else self.leading
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
-        """Expand the leading dims, with a copy of the tensors; `dims` are as many as `batch_dims` or more."""
+        """Expand the leading dims to `dims`, which may be longer than `batch_dims`, with a copy of the tensors."""
         own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
         tensors = [
             x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
@@ -63,7 +63,7 @@ class BatchMask(PreparedMask):
         return self._with_tensors(tensors, leading=dims)
 
     def stats(self) -> MaskStats:
-        """Count as any prepared mask does, 128 queries at a time; `shape` has Lq rows."""
+        """See `PreparedMask.stats`; `shape` has Lq rows. It unpacks 128 queries at a time."""
         shape = (*self.shape[:2], self.seqlen_q, self.seqlen_k)
         attending = empty_rows = 0
         classes = [torch.zeros(*shape[:2], 0, tiles(self.seqlen_k), dtype=torch.uint8, device=self.device)]
@@ -76,11 +76,11 @@ class BatchMask(PreparedMask):
 
     @property
     def band(self) -> Band | None:
-        """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
+        """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` permit; None if they permit all."""
         return make_band(self.seqlen_q, self.seqlen_k, causal_window(self.is_causal, self.window_size))
 
     def _within_band(self, allowed: Tensor, start: int, stop: int | None) -> Tensor:
-        """Forbid what the band hides of query rows `start` to `stop`."""
+        """Apply the band to the query rows `start` to `stop` of a mask."""
         if self.band is None:
             return allowed
         rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
@@ -92,7 +92,7 @@ class BatchMask(PreparedMask):
 class TileMask(BatchMask):
     """A mask that depends on the query, as bits and lists of 128 x 128 tiles, with the band folded in.
 
-    docs/mask_storage.md describes the fields, which are contiguous, as of all forms.
+    docs/mask_storage.md describes the fields. They are contiguous, as in all forms.
     """
 
     form: ClassVar[MaskForm] = "tiles"
@@ -116,7 +116,7 @@ class TileMask(BatchMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyMask(BatchMask):
-    """A mask with one row for a few queries, as the set of keys it keeps; the band is not folded in.
+    """A mask with one row for up to 15 queries, as the set of keys that it keeps; the band is not folded in.
 
     docs/mask_storage.md describes the fields.
     """
@@ -141,11 +141,11 @@ class KeyMask(BatchMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IntervalMask(BatchMask):
-    """A mask in which every key is seen by one run of queries, `start <= i < stop`, with the band folded in.
+    """A mask in which key j is visible to the queries `start[j] <= i < stop[j]`, with the band folded in.
 
     Causality, windows, documents, a prefix, padding, and causal top-k over one score per key are of this kind. It
-    occupies 16 bytes for a key, 20 with an order, and 8 for a tile of 128 x 128: 1/256 of the bits of a `TileMask`. An
-    order of keys changes no result, only the time. docs/mask_storage.md describes the fields.
+    needs 16 bytes for a key, 20 with an order, and 8 for a tile of 128 x 128: 1/256 of the bits of a `TileMask`. An
+    order of keys changes only the time, not the result. docs/mask_storage.md describes the fields.
     """
 
     form: ClassVar[MaskForm] = "intervals"
@@ -168,7 +168,7 @@ class IntervalMask(BatchMask):
 
     @property
     def num_places(self) -> int:
-        """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
+        """The number of keys that kernels visit: all, or the length of the order, which may leave hidden keys out."""
         return self.order.size(2) or self.seqlen_k
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -178,7 +178,7 @@ class IntervalMask(BatchMask):
         return allowed
 
     def stats(self) -> MaskStats:
-        """Count as any prepared mask does, but tiles of places: 128 keys side by side in `order`, if it has one."""
+        """See `PreparedMask.stats`; with an `order`, a tile has 128 keys that are side by side in it."""
         classes = interval_classes(self.bounds, self.seqlen_q)
         classes = pad(classes, (0, tiles(self.seqlen_k) - classes.size(3)))
         seen = covering(self.start, self.stop, self.seqlen_q)
@@ -188,19 +188,19 @@ class IntervalMask(BatchMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ListMask(BatchMask):
-    """A mask in which each query, or each block of queries, lists the keys or blocks of keys that it attends to.
+    """A mask with a list of keys, or of blocks of keys, for each query or block of queries.
 
-    Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
-    more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
-    R = ceil(Lq / block_q). With sequences keys count within each sequence. Bm is 1 and R all queries where these are
-    packed, else Bm is their number.
+    Keys that the band hides from all queries of a list are not in it. If entries are blocks, the band may hide other
+    keys of a block, so kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
+    R = ceil(Lq / block_q). With sequences, keys are positions in their sequence; if queries are packed, Bm is 1 and R
+    the number of all queries, else Bm is the number of sequences.
 
     Attributes:
-        keys: (Bm, Hm, R, K), the keys of each list, or the numbers of the blocks: ascending, each once, then -1.
-        count: (Bm, Hm, R), how many there are.
-        slots: (Bm, Hm, R, K), the place of each in the index that it was made of, then -1; or (Bm, Hm, R, 0), where
-            that has them in the same order.
-        block_size: (queries that share a list, keys of a block).
+        keys: (Bm, Hm, R, K), the keys, or blocks, of each list: ascending, without repeats, then -1.
+        count: (Bm, Hm, R), the number of keys in each list.
+        slots: (Bm, Hm, R, K), the position of each key in the list of the caller's index, then -1; or (Bm, Hm, R, 0) if
+            the caller's lists have the same order.
+        block_size: (queries of a list, keys of a block).
         spec: the layout of the sequences; None without.
     """
 
@@ -219,20 +219,20 @@ class ListMask(BatchMask):
 
     @property
     def sizes_of_values(self) -> tuple[tuple[int, int], int]:
-        """The rows that values of a `ListBias` may have, one for each query or each list, and their number in a row."""
+        """The sizes that values of a `ListBias` need: one row for each query or each list, and K."""
         return (self.seqlen_q, self.keys.shape[2]), self.keys.shape[3]
 
     @property
     def as_lists(self) -> Lists:
-        """The lists as `flash_dmattn.reference` takes them."""
+        """The lists in the type of `flash_dmattn.reference`."""
         return Lists(self.keys, self.slots, *self.block_size)
 
     @property
     def index(self) -> Tensor:
-        """The keys in the places of the index that the mask was made of; -1 where nothing is left."""
+        """The keys in the order of the caller's index; -1 for entries that count for no query."""
         if self.slots.shape[3] == 0:
             return self.keys
-        # A compiler cannot take the lock of a cached property.
+        # A compiler cannot trace the lock of a cached property.
         is_kept = not (torch.compiler.is_compiling() or is_of_transform(self.keys, self.slots))
         return self._index if is_kept else self._moved()
 
@@ -248,7 +248,7 @@ class ListMask(BatchMask):
 
     @property
     def index_of_rows(self) -> Tensor:
-        """`index` with keys counted among the rows of k, where sequences are packed; else as it is."""
+        """`index`; if keys of sequences are packed, with rows of k instead of positions in the sequence."""
         spec, sequences = self.spec, self.sequences
         if spec is None or sequences is None or not spec.packs_keys:
             return self.index
@@ -257,14 +257,14 @@ class ListMask(BatchMask):
         return torch.where(self.index < 0, -1, rows)
 
     def gather(self, scores: Tensor) -> Tensor:
-        """Return the scores of the keys or blocks that the lists name; differentiable, twice.
+        """Return the scores of the keys or blocks in the lists; it can be differentiated twice.
 
         Args:
-            scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or as of the lists; H divides their
-                heads, or is a multiple of them.
+            scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or the lists' batch size; H divides
+                their heads, or is a multiple of them.
 
         Returns:
-            (B, H, R or Lq, K), in the places of `index`; 0 where it has -1.
+            (B, H, R or Lq, K), in the order of `index`; 0 where it has -1.
         """
         index, block_q = self.index, self.block_size[0]
         if scores.shape[2] not in (1, index.shape[2]):
@@ -294,16 +294,17 @@ class ListMask(BatchMask):
 class SequenceTileMask(PreparedMask):
     """A mask for sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
 
-    A sequence has tiles of its own. If `first` is the first query of sequence s among all queries, its rows of tiles
-    begin with number `first // 128 + s`; columns of tiles are numbered likewise by keys. R counts the rows of q, slots
-    one behind another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and
-    max_seqlen_q, the fields are as in a `TileMask`:
+    No tile has tokens of two sequences. If `first` is the first query of sequence s among all queries, the rows of
+    tiles of s begin at number `first // 128 + s`; columns of tiles are numbered likewise by keys. R is the number of
+    rows of q, all slots included. With Tq = R // 128 + S, Tk likewise for keys, C = ceil(max_seqlen_k / 128) and
+    D = ceil(max_seqlen_q / 128), the fields are as in a `TileMask`:
 
     Attributes:
-        bits: int32 (1, Hm, R, 4 * C), of the keys of its sequence; 0 past the last key, and in rows of no sequence.
+        bits: int32 (1, Hm, R, 4 * C), for the keys of the query's sequence; 0 after the last key, and in rows of no
+            sequence.
         classes: uint8 (1, Hm, Tq, C).
         row_lists: int32 (1, Hm, Tq, 2 + C).
-        col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
+        col_lists: int32 (1, Hm, Tk, 2 + D), with rows of tiles numbered from 0 in each sequence.
     """
 
     form: ClassVar[MaskForm] = "sequence_tiles"
@@ -320,24 +321,24 @@ class SequenceTileMask(PreparedMask):
         return self.spec.shape_of_tiles(self.bits.shape[1])
 
     def unpacked(self) -> Tensor:
-        """Return the bool tensor that it is equal to, band included.
+        """Return the equal bool tensor, band included.
 
         Returns:
-            (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k).
+            (1, Hm, queries of all sequences, max_seqlen_k) if queries are packed, else (S, Hm, max_seqlen_q,
+            max_seqlen_k).
         """
         return unpack_sequences(self.bits, self.spec)
 
     def dense_sequence(self, number: int, head: int = 0) -> Tensor:
-        """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
+        """Return the mask of one head and one sequence, bool (Lq_s, Lk_s), band included; it waits for the device."""
         first, seqlen_q, _, seqlen_k = listed(self.sequences.bounds_of(self.spec)[number])
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
         return packing.unpack_words(self.bits[0, head, first : first + seqlen_q], self.spec.max_seqlen_k)[:, :seqlen_k]
 
     def stats(self) -> MaskStats:
-        """Count the pairs, tiles and rows that sequences have; it waits for the device.
+        """See `PreparedMask.stats`; only the pairs, tiles and rows of sequences count.
 
-        `shape` is (1, Hm, queries of all of them, max_seqlen_k). A last tile with fewer than 128 keys is never full, as
-        of a `TileMask`.
+        `shape` is (1, Hm, queries of all sequences, max_seqlen_k).
         """
         lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
         heads, rows = self.bits.shape[1:3]
@@ -346,17 +347,17 @@ class SequenceTileMask(PreparedMask):
         counted = _bit_stats(
             (1, heads, queries, self.spec.max_seqlen_k), self.bits, self.classes, heads * pairs, number
         )
-        # Rows of no sequence have no bit either.
+        # Rows of no sequence have no bits either, and were counted as empty.
         return replace(counted, empty_rows=counted.empty_rows - heads * (rows - queries))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TreeMask(PreparedMask):
-    """A mask of the new tokens of sequences, of n each at most; keys before them are always seen.
+    """A mask between the new tokens of each sequence, at most n; earlier keys are always visible.
 
     Attributes:
-        bits: int32 (S or 1, n, ceil(n / 32)), contiguous. Bit t % 32 of word t // 32 of row i is whether query i of
-            a sequence attends to new token t, which is its key Lk - Lq + t. Bits past n are 0.
+        bits: int32 (S or 1, n, ceil(n / 32)), contiguous. Bit t % 32 of int32 t // 32 of row i is whether query i of
+            a sequence attends to new token t, which is its key Lk - Lq + t. Bits from n on are 0.
     """
 
     form: ClassVar[MaskForm] = "tree"
@@ -372,12 +373,12 @@ class TreeMask(PreparedMask):
         return packing.unpack_tree(self.bits)
 
     def stats(self) -> MaskStats:
-        """Count the pairs of new tokens, as `mask_stats` does; it waits for the device."""
+        """Count only pairs of new tokens, as `mask_stats` does; it waits for the device."""
         return mask_stats(self.unpacked()[:, None])
 
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Make the bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
+    """Unpack tiles, keys or intervals to the bool mask (Bm, Hm, Lq or 1, Lk), without the band of a call."""
     return PreparedMask._made(view.form, view.tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k).unpacked()
 
 
@@ -396,10 +397,10 @@ def _class_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """Make statistics of the number of pairs that attend, the classes of the tiles, and the number of empty rows.
+    """Make statistics from the number of visible pairs, the classes of tiles, and the number of empty rows.
 
     Args:
-        pairs, number: how many pairs and tiles there are in all, where these are not the product of `shape` and all of
+        pairs, number: the number of all pairs and of all tiles; by default the product of `shape` and the size of
             `classes`.
     """
     pairs = math.prod(shape) if pairs is None else pairs
