@@ -6,8 +6,8 @@ reads no others.
 
 * "through attention": attention adds the selector's scores to its own, as `biases.ListBias`. The loss of the model
   trains the selector.
-* "by KL": a second loss teaches the selector the probabilities of attention over the listed tokens. Attention does not
-  see its scores. DeepSeek trains its indexer so.
+* "by KL": a second loss teaches the selector the probabilities of attention over the listed tokens, summed over heads:
+  `statistics.list_sums` and `selector_loss`. Attention does not see its scores. DeepSeek trains its indexer so.
 * "frozen": the selector stays as it was drawn.
 
 Both ways come to list every answer. The second loss needs fewer steps here. Attention soon tells listed tokens apart on
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_dmattn import attention
+from flash_dmattn import attention, statistics
 from flash_dmattn.biases import ListBias
 from flash_dmattn.examples.demo import print_table
 from flash_dmattn.masks import IndexScores, PreparedMask
@@ -81,21 +81,12 @@ class Recall(nn.Module):
         lists, values = self.select(x)
         loss = x.new_zeros(())
         if self.way == "by KL":
-            attended = attention(q, k, v, lists)
-            loss = self.imitate(q.detach(), k.detach(), lists, values)
+            attended, lse = attention(q, k, v, lists, return_lse=True)
+            teacher = statistics.list_sums(q, k, lse, lists)  # without a gradient
+            loss = statistics.selector_loss(values, teacher, lists).mean()
         else:
             attended = attention(q, k, v, lists, ListBias(values if self.way == WAYS[0] else values.detach()))
         return self.output(attended.flatten(2)), loss, lists
-
-    def imitate(self, q: Tensor, k: Tensor, lists: PreparedMask, values: Tensor) -> Tensor:
-        """Return the KL divergence between the probabilities of attention and of the selector, over listed tokens."""
-        keys = lists.tensors[0][:, 0]  # of one head, -1 where a list has no more
-        index, hidden = keys.clamp(min=0).long(), keys < 0
-        taken = torch.stack([own[places] for own, places in zip(k, index, strict=True)])  # (B, L, K, H, D)
-        logits = torch.einsum("blhd,blnhd->blhn", q, taken) * q.shape[-1] ** -0.5
-        target = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(-1).mean(2)
-        ours = values[:, 0].masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, 0.0)
-        return F.kl_div(ours, target, reduction="none").sum(-1).mean()
 
 
 def draw(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor]:

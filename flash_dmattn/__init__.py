@@ -47,7 +47,7 @@ except Exception as _error:
         ) from _torch_error
 
 else:
-    from . import biases, masks, sequences
+    from . import biases, masks, sequences, statistics
     from .api import attention
     from .backends.protocol import Backend
     from .definition import load_with
@@ -106,5 +106,6 @@ __all__ = [
     "nn",
     "register_backend",
     "sequences",
+    "statistics",
     "unregister_backend",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from .autograd import attend, paired_for_tangents
+from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ListBias, split
 from .definition import is_transform_traced, is_transformed, is_watched
@@ -20,9 +20,28 @@ from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback, without_order
+from .dispatch.selection import (
+    BackendUnsupportedError,
+    choice_in_force,
+    choose,
+    falls_back,
+    record,
+    report_fallback,
+    select_pair,
+    without_order,
+)
 from .gradients import narrow
-from .problem import Arrival, RawFlags, allows_tf32, as_scores, fold_call
+from .problem import (
+    Arrival,
+    Gradients,
+    MaskView,
+    NeedsGrad,
+    RawFlags,
+    allows_tf32,
+    as_scores,
+    fold_call,
+    replaced,
+)
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
@@ -103,12 +122,7 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     if is_final and active_blocks.records is not None:
         record(plan)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    if mask is None:
-        view = NO_MASK
-    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler shows the operators that pack
-        view = plan.view(mask, call.k, call.v, bias)
-    else:
-        view = view_of(problem, plan.choice, mask, call.sequences)
+    view = _view_for(call, plan, mask, bias)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.is_differentiable:
@@ -124,9 +138,43 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     return results if call.jagged is None else call.jagged.wrap(results)
 
 
-def _plan_for(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks) -> tuple[Plan, Mask, Tensor | None]:
-    """Return the plan of a call with the settings of the active `with` blocks, and its mask and bias as 4-D views."""
+def differentiate_call(
+    call: PreparedCall, backend: BackendChoice, lse: Tensor, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
+) -> Gradients:
+    """Return gradients of a call whose values are zeros from its lse, without its forward pass.
+
+    dout has the shape of out, and lse and dlse lie beside it; all have the batch dims and the layout of `call`. Nothing
+    records the gradients.
+    """
+    follow_checkpoints()
+    with torch.no_grad():
+        plan, mask, bias = _plan_for(call, backend, blocks.now, needs_grad)
+        if plan.falls_back:
+            report_fallback(plan.described)
+        inputs = Inputs(call.q, call.k, call.v, _view_for(call, plan, mask, bias), bias, call.sink, call.sequences)
+        kept = (torch.zeros_like(dout), lse, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sink, *inputs.others)
+        return differentiate(plan, dout, dlse, *kept)
+
+
+def _view_for(call: PreparedCall, plan: Plan, mask: Mask, bias: Tensor | None) -> MaskView:
+    """Return the mask of a call in the form that its plan has chosen."""
+    if mask is None:
+        return NO_MASK
+    if plan.view is not None and not profiler._is_profiler_enabled:  # a profiler shows the operators that pack
+        return plan.view(mask, call.k, call.v, bias)
+    return view_of(plan.described, plan.choice, mask, call.sequences)
+
+
+def _plan_for(
+    call: PreparedCall, backend: BackendChoice, active_blocks: Blocks, needs_grad: NeedsGrad | None = None
+) -> tuple[Plan, Mask, Tensor | None]:
+    """Return the plan of a call with the settings of the active `with` blocks, and its mask and bias as 4-D views.
+
+    With `needs_grad` its backends have backward passes of their own, for these gradients.
+    """
     key = _key(call, backend, active_blocks)
+    if needs_grad is not None and key is not None:
+        key = (needs_grad, *key)
     try:
         plan = None if key is None else plans.get(key)
     except TypeError:  # the key has no hash, because a list was passed for a number or a name
@@ -138,10 +186,18 @@ def _plan_for(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks)
     if key is None:
         refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, mask, bias = describe(call)
+    if needs_grad is not None:
+        problem = replaced(problem, needs_grad=needs_grad)
     requested = choice_in_force(backend)
     if follows_warn_only(call, problem):
         problem = without_order(problem, requested)
-    selection = choose(problem, requested)
+    selection = choose(problem, requested) if needs_grad is None else select_pair(problem, requested)
+    if needs_grad is not None and selection.backward is None:
+        name = selection.forward.name
+        raise BackendUnsupportedError(
+            f"backend {name!r} has no backward pass that starts from lse; pass backend='auto', or another one",
+            backend=name,
+        )
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
     is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
@@ -234,3 +290,4 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 if torch.__version__ < "2.11":  # Dynamo reads no property of a named tuple there
     prepare_call, run_call = _outside_of_graphs(prepare_call), _outside_of_graphs(run_call)
+    differentiate_call = _outside_of_graphs(differentiate_call)

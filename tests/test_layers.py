@@ -25,7 +25,7 @@ LAYERS = (
     ("validation", "operators"),
     ("autograd",),
     ("call",),
-    ("api",),
+    ("api", "statistics"),
     ("explanation",),
     ("nn", "distributed"),
     ("integrations",),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..definition import is_transformed
 from ..problem import check_device, check_dtype, check_flag, check_floats, check_number
-from .topk import CHUNK_ELEMENTS, rectified, row_chunks
+from .topk import CHUNK_ELEMENTS, recomputed, rectified, row_chunks
 
 if TYPE_CHECKING:
     from .prepared.mask import PreparedMask
@@ -126,11 +124,7 @@ class IndexScores:
         if blocks == 0 or q.numel() == 0:
             made = q.new_zeros(q.shape[0], 1, number, places) + (q.sum() + k.sum() + weights.sum()) * 0.0
             return made.unflatten(0, self.batch_dims)
-        from torch.utils.checkpoint import checkpoint  # importing flash_dmattn does not need it
-
-        run: Any = self._chosen
-        if not is_transformed():
-            run = partial(checkpoint, self._chosen, use_reentrant=False, preserve_rng_state=False)
+        run = recomputed(self._chosen)
         step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * places * max(q.shape[2], q.shape[3])))
         parts = [run(q[:, rows], k, weights[:, rows], index[:, 0, rows]) for rows in row_chunks(number, step)]
         return torch.cat(parts, 1).unsqueeze(1).unflatten(0, self.batch_dims)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..definition import define
+from ..definition import define, is_transformed
 from ..problem import bounded, check_device, check_flag, collapse, hint
 from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
@@ -52,6 +54,16 @@ def row_chunks(number: int, step: int) -> list[slice]:
     if hint(number) <= hint(step):
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, number, step)]
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run a function anew for its gradients, in the place of its temporaries, except under transforms of `torch.func`,
+    which refuse checkpoints."""
+    from torch.utils.checkpoint import checkpoint  # importing flash_dmattn does not need it
+
+    if is_transformed():
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def rectified(products: Tensor, dim: int, relu: bool, scale: float | None) -> Tensor:
