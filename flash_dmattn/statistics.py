@@ -1,12 +1,11 @@
 """Numbers about the probabilities of a call, computed after it from its lse, without a tensor of queries times keys.
 
 `key_sums` is the probability that each key receives: the measure by which SnapKV and H2O evict keys. `list_sums` is the
-probability of each listed key, summed over heads: the teacher of a selector, and `selector_loss` compares a selector
-with it.
+probability of each listed key, summed over heads: the teacher of a selector. `selector_loss` compares the two.
 
-Both sums are gradients of a call whose values are zeros. With the gradients w of lse, and none of out, the gradient of a
-score is p * w. A bias that is added to all scores of a key has the sum of these as its gradient, and so has a value for
-an entry of a list. So the backward passes of all backends compute them.
+Both sums are gradients of a call whose values are zeros. Where lse has the gradient w, and out has none, the gradient
+of a score is p * w. The gradient of a bias of one value per key sums these over queries. The gradient of a value for an
+entry of a list sums them over heads. So the backward passes of all backends compute both.
 """
 
 from __future__ import annotations
@@ -121,7 +120,8 @@ def key_sums(
     sums = sums.reshape(shape)
     if pages and q.dim() == 3:
         assert sequences is not None
-        return sums.unflatten(1, (sequences.number, -1)).movedim(1, 0)
+        most = shape[-1] // max(sequences.number, 1)
+        return sums.view(shape[0], sequences.number, most).transpose(0, 1)
     return sums
 
 
@@ -367,7 +367,7 @@ def _weighted_columns(call: PreparedCall, backend: BackendChoice, lse: Tensor, w
 
     Head h of a group has its weights in column h, or all heads of a group have theirs in one.
     """
-    *batch, rows, num_heads, _ = call.q.shape
+    rows, num_heads = call.q.shape[-3:-1]
     dtype, scale = call.q.dtype, 1.0
     if dtype == torch.float16:
         added = max(1, rows * (num_heads // call.k.shape[-2] // columns))
