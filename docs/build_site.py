@@ -38,6 +38,7 @@ MODULES = (
     "flash_dmattn.masks",
     "flash_dmattn.biases",
     "flash_dmattn.sequences",
+    "flash_dmattn.statistics",
     "flash_dmattn.nn",
     "flash_dmattn.distributed",
     "flash_dmattn.integrations",

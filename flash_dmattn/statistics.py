@@ -66,9 +66,10 @@ def key_sums(
 
     Args:
         q, k, mask, bias, is_causal, softmax_scale, softcap, window_size, sink, sequences: as passed to `attention`.
-        lse: (B, Hq, Lq), of `attention(..., return_lse=True)` with the same arguments, on any backend. It is not for
-            lse with other keys in it: where these have `other`, pass `weights=torch.exp(lse - lse.logaddexp(other))`.
-        weights: (B, Hq, Lq), any float dtype: what each query counts; 1 by default.
+        lse: (B, Hq, Lq), as `attention` returns it for the same arguments. Any backend may have made it. Keys that the
+            call does not have do not belong in it. They count by `weights=torch.exp(lse - lse.logaddexp(other))`, with
+            `other` the lse of these keys.
+        weights: (B, Hq, Lq), any float dtype, how much each query counts. The default is 1.
         heads: "k" adds the sums of the query heads that share a key; "q" has the sums of each query head.
         deterministic, backend: as in `attention`. Backends without a backward pass of their own are refused.
 
@@ -152,12 +153,11 @@ def list_sums(
 
     Args:
         q, k, softmax_scale, softcap, sink, sequences: as passed to `attention`.
-        lse: (B, Hq, Lq), of `attention(..., lists, bias, return_lse=True)`, on any backend. For probabilities among
-            all keys, whose lse is `whole`, pass `weights=torch.exp(lse - whole)`.
-        lists: the mask of that call, of `PreparedMask.from_lists` or `from_topk_lists`.
-        bias: the bias of that call: a tensor, or a `ListBias`. A tensor is read at the listed keys, as
-            `ListBias.bias` is, and with its limits.
-        weights: (B, Hq, Lq), any float dtype: what each query and head counts; 1 by default.
+        lse: (B, Hq, Lq), as `attention` returns it with these lists. Any backend may have made it. For probabilities
+            among more keys, with lse `wider`, pass `weights=torch.exp(lse - wider)`.
+        lists: the mask of that call.
+        bias: the bias of that call, a tensor or a `ListBias`. A tensor has the limits of `ListBias.bias`.
+        weights: (B, Hq, Lq), any float dtype, how much each query counts in each head. The default is 1.
         deterministic, backend: as in `attention`. Backends without a backward pass of their own are refused.
 
     Returns:
@@ -348,13 +348,13 @@ def _prepare(
 
 
 def _rows_of(call: PreparedCall, x: Tensor) -> Tensor:
-    """Fold the batch dims of numbers of queries and heads, as those of a call are folded."""
+    """Fold the batch dims of what has a number for each query and head, as the call has folded its own."""
     *batch, rows, num_heads, _ = call.q.shape
     return x.reshape(*batch, num_heads, rows).contiguous()
 
 
 def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of the bias of a call where lse has the gradient `weights`: sums of weighted probabilities."""
+    """Return the gradient of the bias of a call where lse has the gradient `weights`."""
     dout = call.q.new_zeros(*call.q.shape[:-1], 1)
     rows = (_rows_of(call, lse), dout, _rows_of(call, weights))
     dbias = differentiate_call(call, backend, *rows, NeedsGrad(bias=True))[3]

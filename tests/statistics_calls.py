@@ -208,7 +208,7 @@ def on_triton() -> int:
         judge(sums, formula.softmax(s)[0].sum((2, 3)), dtype, True)
 
     def judge(sums: Tensor, wanted: Tensor, dtype: torch.dtype, is_rounded: bool) -> None:
-        # Of results in fp32, and of those that are rounded as a gradient of v is.
+        # Results are in fp32, or rounded as a gradient of v is.
         limit = torch.finfo(dtype).eps if is_rounded else limits_of(torch.float32)[1] * 10
         off = error(sums, wanted)
         assert off < max(limit, 1e-6), f"off by {off}, and {limit} is allowed"

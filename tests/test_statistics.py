@@ -127,13 +127,17 @@ def test_key_sums_of_sequences_in_every_layout() -> None:
         weights = torch.randn(lse.shape, generator=torch.Generator().manual_seed(number)).to(lse.dtype)
         heads: Any = "kq"[number % 2]
         got = statistics.key_sums(*tensors, lse, spoiled.mask, spoiled.bias, weights=weights, heads=heads, **shared)
-        exact, plain, sizes = expected_of_sequences(call, weights, heads, got.shape)
+        shape = (call.k.shape[-2] if heads == "k" else call.q.shape[-2], call.k.shape[-3])
+        if not call.packs_keys:
+            most = call.sequences.max_seqlen_k if call.sequences.block_table is not None else shape[1]
+            shape = (call.sequences.number, shape[0], most)
+        exact, plain, sizes = expected_of_sequences(call, weights, heads, shape)
         judge(got, exact, plain, sizes, lse, call.q, call.told)
     assert layouts == {"packed", "padded", "paged", "paged_packed"}
 
 
 def expected_of_sequences(
-    call: sequence_calls.SequenceCall, weights: Tensor, heads: str, shape: torch.Size
+    call: sequence_calls.SequenceCall, weights: Tensor, heads: str, shape: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """The sums in fp64, in the dtype of the call, and of terms by their size, by one dense call of all tokens."""
     tokens = sequence_calls.Tokens(call)
@@ -146,12 +150,12 @@ def expected_of_sequences(
         leaves = {name: getattr(own, name) for name in sequence_calls.LEAVES}
         p, _ = probabilities(sequence_calls._dense(own, tokens, leaves), numbers)
         sums = summed(p, w.to(p.dtype), heads)[0]
-        whole = sums.new_zeros(shape)
+        total = sums.new_zeros(shape)
         if call.packs_keys:
-            whole[:, tokens.k_at] = sums
+            total[:, tokens.k_at] = sums
         else:
-            whole.transpose(0, 1)[:, tokens.k[:, 0], tokens.k[:, 1]] = sums
-        made.append(whole)
+            total.transpose(0, 1)[:, tokens.k[:, 0], tokens.k[:, 1]] = sums
+        made.append(total)
     return tuple(made)
 
 
@@ -179,13 +183,33 @@ def test_sums_of_keys_add_up() -> None:
 def test_other_keys_count_by_weights() -> None:
     """Keys that a call does not have, as docstrings say."""
     q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 9, 2, 8)
-    _, whole = attention(q, k, k, return_lse=True)
+    _, lse_of_all = attention(q, k, k, return_lse=True)
     (_, first), (_, rest) = (attention(q, part, part, return_lse=True) for part in k.split(6, 1))
     sums = statistics.key_sums(q, k[:, :6], first, weights=torch.exp(first - first.logaddexp(rest)))
-    torch.testing.assert_close(sums, statistics.key_sums(q, k, whole)[..., :6])
+    torch.testing.assert_close(sums, statistics.key_sums(q, k, lse_of_all)[..., :6])
     lists = PreparedMask.from_lists(torch.arange(6).expand(5, -1), seqlen_k=9)
-    teacher = statistics.list_sums(q, k, first, lists, weights=torch.exp(first - whole))
+    teacher = statistics.list_sums(q, k, first, lists, weights=torch.exp(first - lse_of_all))
     torch.testing.assert_close(teacher.sum(2).flatten(), sums.sum(1).flatten())
+
+
+@pytest.mark.parametrize("has_bias", (False, True))
+def test_rows_without_keys_count_nothing(has_bias: bool) -> None:
+    """Their weight may be NaN, as the weight for other keys is that they do not see either."""
+    case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=("1", "Hq", "Lq", "Lk") if has_bias else None)
+    x = case.build("cpu")
+    _, lse = attention(x.q, x.k, x.v, x.mask, x.bias, return_lse=True)
+    weights = torch.exp(lse - lse.logaddexp(torch.full_like(lse, -torch.inf)))
+    assert weights.isnan().any()
+    sums = statistics.key_sums(x.q, x.k, lse, x.mask, x.bias, weights=weights)
+    torch.testing.assert_close(sums, statistics.key_sums(x.q, x.k, lse, x.mask, x.bias))
+
+
+def test_a_call_of_attention_leaves_no_plan_for_sums() -> None:
+    """The same call, with a column of zeros for v and a bias of zeros, has no backward pass."""
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8)
+    with torch.no_grad():
+        _, lse = attention(q, k, torch.zeros(1, 7, 2, 1), None, torch.zeros(1, 2, 1, 7), return_lse=True)
+    torch.testing.assert_close(statistics.key_sums(q, k, lse).sum(), torch.tensor(10.0))
 
 
 @pytest.mark.parametrize("bias", (None, torch.zeros(1, 1, 1, 1)))
@@ -391,13 +415,15 @@ def test_pages_are_refused_where_lists_or_prepared_masks_name_them() -> None:
     lists = PreparedMask.from_lists(torch.zeros(1, 1, 1, 3, dtype=torch.long), seqlen_k=8)
     with pytest.raises(ValueError, match="list_sums needs packed or padded keys"):
         statistics.list_sums(q, k, lse, lists, sequences=pages)
-    beside = PreparedMask.from_lists(torch.zeros(1, 1, 1, 3, dtype=torch.long), sequences=pages, seqlen_q=1, seqlen_k=8)
+    prepared = PreparedMask.from_lists(
+        torch.zeros(1, 1, 1, 3, dtype=torch.long), sequences=pages, seqlen_q=1, seqlen_k=8
+    )
     with pytest.raises(ValueError, match="prepared for keys in pages"):
-        statistics.key_sums(q, k, lse, beside, sequences=pages)
+        statistics.key_sums(q, k, lse, prepared, sequences=pages)
 
 
 def loss_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, PreparedMask]:
-    """Scores, a teacher and lists, of which some have few keys, the same key twice, or none."""
+    """Scores, a teacher and lists: some lists have few keys, the same key twice, or none."""
     random_numbers = torch.Generator().manual_seed(0)
     index = torch.rand(2, 1, 6, 9, generator=random_numbers).argsort(-1)[..., :4]
     index[0, 0, 1, 2:] = -1

@@ -41,6 +41,7 @@ _UNDER_TRANSFORMS = "tests/test_settings.py::test_decisions_and_settings_under_t
 _SPOILT = "tests/test_edges.py::test_what_is_no_number_reaches_all_that_see_it"
 
 _LISTS = "tests/test_lists.py::"
+_STATISTICS = "tests/test_statistics.py::"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
 _LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
@@ -216,6 +217,84 @@ _PYTHON = (
         "p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)",
         "p = exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE)",
         (_LIST_CALLS,),
+    ),
+    # Sums of probabilities
+    Fault(
+        "sums take the plan of a call of attention, which has no gradient",
+        "flash_dmattn/call.py",
+        "key = (needs_grad, *key)",
+        "pass",
+        (f"{_STATISTICS}test_a_call_of_attention_leaves_no_plan_for_sums",),
+    ),
+    Fault(
+        "heads of another group share a column",
+        "flash_dmattn/statistics.py",
+        "own.repeat(num_heads // columns, 1)",
+        "own.repeat_interleave(num_heads // columns, 0)",
+        (f"{_STATISTICS}test_key_sums_of_random_calls[q]",),
+    ),
+    Fault(
+        "sums of many rows overflow float16",
+        "flash_dmattn/statistics.py",
+        "math.ceil(math.log2(added)) - _LOG2_OF_MOST_ROWS",
+        "0",
+        (f"{_STATISTICS}test_sums_of_many_rows_in_float16",),
+    ),
+    Fault(
+        "the weight of a row without keys counts",
+        "flash_dmattn/statistics.py",
+        "weights.detach().to(dtype).masked_fill(lse == -torch.inf, 0.0)",
+        "weights.detach().to(dtype)",
+        (f"{_STATISTICS}test_rows_without_keys_count_nothing",),
+    ),
+    Fault(
+        "sums over pages lie by head before sequence",
+        "flash_dmattn/statistics.py",
+        "sums.view(shape[0], sequences.number, most).transpose(0, 1)",
+        "sums.view(sequences.number, shape[0], most)",
+        (f"{_STATISTICS}test_key_sums_of_sequences_in_every_layout",),
+    ),
+    Fault(
+        "keys in pages are read past the longest sequence",
+        "flash_dmattn/statistics.py",
+        "[:, : sequences.max_seqlen_k]",
+        "",
+        (f"{_STATISTICS}test_key_sums_of_sequences_in_every_layout",),
+    ),
+    Fault(
+        "a list sums the heads of all groups in turn",
+        "flash_dmattn/statistics.py",
+        "sums.unflatten(1, (heads, -1)).sum(2)",
+        "sums.unflatten(1, (-1, heads)).sum(1)",
+        (f"{_STATISTICS}test_list_sums_of_random_calls",),
+    ),
+    Fault(
+        "values of key-value heads go to query heads in turn",
+        "flash_dmattn/statistics.py",
+        "values.repeat_interleave(most // values.shape[-3], -3)",
+        "values.tile(most // values.shape[-3], 1, 1)",
+        (f"{_STATISTICS}test_list_sums_of_random_calls",),
+    ),
+    Fault(
+        "lists count every query alike",
+        "flash_dmattn/statistics.py",
+        "_rows_of(call, weights))",
+        "torch.ones_like(_rows_of(call, weights)))",
+        (f"{_STATISTICS}test_list_sums_of_random_calls",),
+    ),
+    Fault(
+        "a list without a teacher has a loss",
+        "flash_dmattn/statistics.py",
+        " * is_taught.squeeze(-1)",
+        "",
+        (f"{_STATISTICS}test_selector_loss_is_the_divergence",),
+    ),
+    Fault(
+        "an entry without a key is 0 * -inf in the loss",
+        "flash_dmattn/statistics.py",
+        "a.masked_fill(tau == 0, 0.0)",
+        "a",
+        (f"{_STATISTICS}test_selector_loss_is_the_divergence",),
     ),
     # Biases by distance
     Fault(
