@@ -70,8 +70,8 @@ def key_sums(
             call does not have do not belong in it. They count by `weights=torch.exp(lse - lse.logaddexp(other))`, with
             `other` the lse of these keys.
         weights: (B, Hq, Lq), any float dtype, how much each query counts. The default is 1.
-        heads: "k" adds the sums of the query heads that share a key; "q" has the sums of each query head.
-        deterministic, backend: as in `attention`. Backends without a backward pass of their own are refused.
+        heads: "k" adds the sums of query heads that share a key. "q" keeps them apart.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
 
     Returns:
         (B, Hk, Lk), or (B, Hq, Lk) with heads="q", in fp32 (fp64 for fp64). Without a sink a row adds its weight once,
@@ -120,9 +120,8 @@ def key_sums(
         sums = _weighted_columns(call, backend, lse, weights, columns)
     sums = sums.reshape(shape)
     if pages and q.dim() == 3:
-        assert sequences is not None
-        most = shape[-1] // max(sequences.number, 1)
-        return sums.view(shape[0], sequences.number, most).transpose(0, 1)
+        assert sequences is not None and sequences.max_seqlen_k is not None
+        return sums.view(shape[0], sequences.number, sequences.max_seqlen_k).transpose(0, 1)
     return sums
 
 
@@ -158,7 +157,7 @@ def list_sums(
         lists: the mask of that call.
         bias: the bias of that call, a tensor or a `ListBias`. A tensor has the limits of `ListBias.bias`.
         weights: (B, Hq, Lq), any float dtype, how much each query counts in each head. The default is 1.
-        deterministic, backend: as in `attention`. Backends without a backward pass of their own are refused.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
 
     Returns:
         (*batch, Hm, R, K) in fp32 (fp64 for fp64), shaped as the scores that `IndexScores.at(lists)` returns: Hm is
