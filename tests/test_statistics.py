@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from accuracy import Results, failures_of, probabilities, with_rounding
 from cases import DEVICE, MEANS, SIGNS, STEPS, Case, Inputs
 from conftest import needs_triton
-from forked import interpret
+from forked import run_script
 from statistics_calls import exact_list_sums, listed, plain_list_sums
 from torch import Tensor
 
@@ -226,9 +226,9 @@ def test_list_sums_of_random_calls() -> None:
     for number in range(LIST_CALLS):
         case = listed(number)
         inputs, mask, bias = case.build()
-        shared: dict[str, Any] = {"softcap": case.softcap, "sink": inputs.sink}
+        shared: dict[str, Any] = {"softcap": case.softcap, "sink": inputs.sink, "backend": "eager"}
         _, lse = attention(inputs.q, inputs.k, inputs.v, mask, bias, return_lse=True, **shared)
-        weights = torch.rand(lse.shape, generator=torch.Generator().manual_seed(number)).to(lse.dtype)
+        weights = torch.rand(lse.shape, generator=torch.Generator().manual_seed(number)).to(lse)
         got = statistics.list_sums(inputs.q, inputs.k, lse, mask, bias, weights=weights, **shared)
         exact, plain = exact_list_sums(case, weights), plain_list_sums(case, weights)
         judge(got, exact, plain, exact, lse, inputs.q, str(case))
@@ -357,9 +357,8 @@ def test_transforms_and_compilers() -> None:
 
 
 @needs_triton
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 def test_on_triton() -> None:
-    assert "12 passed, 0 failed" in interpret("statistics_calls.py")
+    assert "12 passed, 0 failed" in run_script("statistics_calls.py", interprets=DEVICE == "cpu")
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
