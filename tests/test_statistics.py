@@ -247,6 +247,15 @@ def test_list_sums_add_up_to_the_heads_of_a_list() -> None:
     assert torch.equal(teacher[:, :, 2], torch.zeros(2, 2, 4))
 
 
+def test_heads_share_values_by_groups() -> None:
+    """Lists of each query head, and values of each key-value head."""
+    q, k, values = torch.randn(1, 5, 4, 8), torch.randn(1, 9, 2, 8), 3 * torch.randn(2, 5, 3)
+    lists = PreparedMask.from_lists(torch.rand(1, 4, 5, 9).argsort(-1)[..., :3], seqlen_k=9)
+    shared, own = (biases.ListBias(x) for x in (values, values.repeat_interleave(2, 0)))
+    _, lse = attention(q, k, k, lists, own, return_lse=True)
+    torch.testing.assert_close(*(statistics.list_sums(q, k, lse, lists, bias) for bias in (shared, own)))
+
+
 @pytest.mark.parametrize("layout", ("packed", "padded"))
 def test_list_sums_beside_sequences(layout: str) -> None:
     """Each sequence has the teacher of a call of its own, in the shape of the scores of a selector."""
