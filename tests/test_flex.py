@@ -98,6 +98,12 @@ def test_forward_mode_runs_elsewhere() -> None:
     assert flash_dmattn.explain(q.detach(), k, v, backend="flex").tangents == "eager"
 
 
+def test_transforms_are_refused_in_words() -> None:
+    q = torch.randn(2, 1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match=r"compiles FlexAttention, and torch.compile does not run inside"):
+        torch.vmap(lambda q: flash_dmattn.attention(q, q, q, backend="flex"))(q)
+
+
 @pytest.mark.parametrize("capability, usable", [("AVX2", True), ("AVX512", True), ("NO AVX", False), ("SVE256", False)])
 def test_flex_works_where_its_cpu_kernel_compiles(
     capability: str, usable: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ...definition import is_transformed
 from ...problem import Packing
 from ...remembered import Remembered
 from .blocks import BLOCK, Blocks, Places
@@ -196,6 +197,11 @@ def compile_to_keep_buffers(
     run = torch.compile(function, backend=without_reuse, fullgraph=True, dynamic=dynamic)
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
+        if is_transformed():
+            raise NotImplementedError(
+                "backend 'flex' compiles FlexAttention, and torch.compile does not run inside of torch.vmap and "
+                "torch.func.grad; pass backend='eager', or the mapped dim as a batch dim of q, k and v"
+            )
         results = run(*arguments)
         _state_that_none_is_reused(results)
         return results
