@@ -338,15 +338,18 @@ def _dense(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
     if numbers.has_rows and values.shape[-2] != seqlen_q:
         raise ValueError(f"bias.values has {values.shape[-2]} queries; it needs seqlen_q of them, {seqlen_q}")
     if numbers.outside == "error":
-        check_covered(values.shape[-1], numbers.zero, (1 - seqlen_k, seqlen_q - 1), seqlen_q > 0 and seqlen_k > 0)
+        check_covered(values.shape[-1], numbers.zero, seqlen_q, seqlen_k)
     four = values.reshape(math.prod(values.shape[:-3]), *values.shape[-3:])
     made = distances.dense(distances.Distances(four, numbers.zero, numbers.outside == "clamp"), seqlen_q, seqlen_k)
     return made.reshape(*values.shape[:-2], seqlen_q, seqlen_k)
 
 
-def check_covered(number: int, zero: int, wanted: tuple[int, int], has_pairs: bool) -> None:
-    """Refuse distances without a value; `wanted` are the least and the greatest distance of a call."""
-    low, high = wanted
+def check_covered(number: int, zero: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+    """Refuse distances of a call without a value; a window of `causal_window` hides those beyond it."""
+    left, right = window
+    low = 1 - seqlen_k if left < 0 else max(1 - seqlen_k, -left)
+    high = seqlen_q - 1 if right < 0 else min(seqlen_q - 1, right)
+    has_pairs = seqlen_q > 0 and seqlen_k > 0
     if has_pairs and low <= high and (zero + low < 0 or zero + high >= number):
         raise ValueError(
             f"bias has values for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "

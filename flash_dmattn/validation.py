@@ -200,10 +200,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         block_q, block_k = lists.block_size
         flags = replaced(flags, block_q=block_q, block_k=block_k, list_size=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
-        low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
-        low = low if flags.left < 0 else max(low, -flags.left)
-        high = high if flags.right < 0 else min(high, flags.right)
-        check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
+        check_covered(bias.shape[-1], by_distance.zero, sizes.seqlen_q, sizes.seqlen_k, flags.window)
     needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
         if raw_flags.return_probs:

@@ -6,14 +6,14 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accuracy import run
-from cases import Case, Inputs
+from cases import Case, Inputs, Numbers
 from dispatched import Dispatched
 from draws import Features
 from draws import draw as draw_case
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flash_dmattn
 from flash_dmattn import Backend, register_backend
 from flash_dmattn.backends.protocol import Backward, Forward, Rule
+from flash_dmattn.biases import ListBias
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.distributed import (
     SequenceLayout,
@@ -34,7 +35,7 @@ from flash_dmattn.distributed import (
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed import group as parallel_group
 from flash_dmattn.distributed.group import agree, groups_of
-from flash_dmattn.masks import topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs as Operands
@@ -77,8 +78,9 @@ MISTAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 class ParallelCase(Case):
     """A call whose sequence ranks share: of small sizes and in fp64, if nothing else is said.
 
-    `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`: a name of
-    `MISTAKEN`. The others are arguments of `context_parallel_attention`.
+    `lists`: letters of the batch and heads of lists, the mask then; `blocks`: their `block_size`; `relative`: values of
+    their entries. `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`:
+    a name of `MISTAKEN`. The others are arguments of `context_parallel_attention`.
     """
 
     seqlen_q: int = 32
@@ -87,6 +89,8 @@ class ParallelCase(Case):
     dtype: torch.dtype = torch.float64
     needs_grad: Letters = ("q", "k", "v", "bias", "sink")
     layout: str = "zigzag"
+    lists: Letters | None = None
+    blocks: tuple[int, int] = (1, 1)
     prepared: bool = False
     topk: bool = False
     mistake: str = ""
@@ -107,8 +111,22 @@ class ParallelCase(Case):
             changes |= {"mask": FULL, "mistake": name} if name in MISTAKEN else plain | MASKS[name]
         return replace(self, **changes)
 
+    @property
+    def bias_letters(self) -> Letters | None:
+        """The sizes of the bias by name; the last one of a bias by distance, which no rank shares, is "n"."""
+        return self.bias if self.relative is None else (*self.relative.letters, "n")
+
     def sizes(self, letters: Letters) -> tuple[int, ...]:
-        return super().sizes(tuple("Lk" if letter == "Ls" else letter for letter in letters))
+        return tuple(
+            -(-self.seqlen_q // self.blocks[0])
+            if letter == "R"  # rows of lists
+            else super(ParallelCase, self).sizes(("Lk" if letter == "Ls" else letter,))[0]
+            for letter in letters
+        )
+
+    def passed(self, bias: Tensor | None) -> Any:
+        """The bias as calls take it, from its tensor."""
+        return super().passed(bias) if self.lists is None or bias is None else ListBias(bias)
 
     def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
         """The layouts of the queries and of the keys."""
@@ -116,6 +134,17 @@ class ParallelCase(Case):
 
 
 P = ParallelCase().with_
+# Biases by distance, by name.
+DISTANCES = {
+    "relative": Numbers(("1", "Hq", "1"), 97, 48, "error"),
+    "relative, clamped": Numbers(("B", "Hk", "1"), 9, 6, "clamp"),
+    "relative, one head": Numbers(("1", "1", "1"), 20, -3, "zero"),
+    "relative as long as the keys of a rank": Numbers(("1", "Hq", "1"), 16, 8, "clamp"),
+    "band": Numbers(("B", "Hq", "Lq"), 13, 9, "zero"),
+    "band of groups": Numbers(("1", "Hk", "Lq"), 7, 20, "zero"),
+}
+# Values for the entries of lists.
+ENTRIES = {name: Numbers(name, 7, 0, "") for name in (("B", "Hk", "Lq"), ("1", "Hq", "R"), ("B", "1", "R"))}
 
 
 def layout_of(name: str, length: int, size: int) -> SequenceLayout:
@@ -165,6 +194,12 @@ def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
 def draw(case: ParallelCase) -> Inputs:
     """The tensors of the whole sequence, the same on every rank."""
     x = case.build(case.device)
+    if case.lists is not None:
+        entries = 6 if case.relative is None else case.relative.number
+        random = torch.Generator().manual_seed(case.seed)
+        last = -(-case.seqlen_k // case.blocks[1])
+        index = torch.randint(-1, last, (*case.sizes((*case.lists, "R")), entries), generator=random)
+        return replace(x, mask=index.to(case.device))
     if not case.topk:
         return x
     assert x.bias is not None
@@ -179,11 +214,23 @@ def results_of(function: Callable[..., Any], case: ParallelCase, x: Inputs) -> d
 
 def one_process(case: ParallelCase, x: Inputs, backend: Any = "eager") -> dict[str, Tensor]:
     """Results and gradients of one call in this process."""
-    return results_of(partial(flash_dmattn.attention, return_lse=True, backend=backend), case, x)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, **flags: Any) -> Any:
+        if case.lists is not None:
+            band = {name: flags.pop(name) for name in ("is_causal", "window_size")}
+            sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "block_size": case.blocks}
+            mask = PreparedMask.from_lists(mask, **sizes, **band)
+        return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend, **flags)
+
+    return results_of(call, case, x)
 
 
 def shard_scores(letters: Letters, x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
     """Take a rank's part of a mask or bias."""
+    if letters[2] == "R":
+        share = layouts[0].length // x.shape[2]
+        runs = tuple(tuple((a // share, b // share) for a, b in own) for own in layouts[0].intervals)
+        return SequenceLayout(x.shape[2], runs).shard(x, 2, rank)
     if letters[2] == "Lq":
         x = layouts[0].shard(x, 2, rank)
     return layouts[1].shard(x, 3, rank) if letters[3] == "Ls" else x
@@ -198,8 +245,12 @@ def parallel(
     layouts, place = row_layouts(case)
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, **flags: Any) -> Any:
-        if case.prepared:
+        if case.prepared or case.lists is not None:
             band = {name: flags.pop(name) for name in ("is_causal", "window_size")}
+        if case.lists is not None:
+            own = {"layout_k": layouts[1], "block_size": case.blocks}
+            mask = ShardedMask.from_lists(mask, layouts[0], place, **own, **band)
+        elif case.prepared:
             mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
         flags |= {"group": dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device)}
         flags |= {"layout": layout, "layout_k": layout_k, "return_lse": True, "strategy": case.strategy}
@@ -208,7 +259,10 @@ def parallel(
 
     mask, bias = (
         None if y is None or letters is None else shard_scores(letters, y, layouts, place)
-        for y, letters in ((x.mask, case.mask), (x.bias, case.bias))
+        for y, letters in (
+            (x.mask, case.mask if case.lists is None else (*case.lists, "R", "entries")),
+            (x.bias, case.bias_letters),
+        )
     )
     if case.mistake and mask is not None:
         mask = MISTAKEN[case.mistake](mask)
@@ -239,18 +293,21 @@ def shard_result(case: ParallelCase, name: str, x: Tensor) -> Tensor:
         return layouts[0].shard(x, 2 if name == "lse" else 1, rank)
     if name in ("dk", "dv"):
         return layouts[1].shard(x, 1, rank)
-    return x if name == "dsink" or case.bias is None else shard_scores(case.bias, x, *row_layouts(case))
+    letters = case.bias_letters
+    return x if name == "dsink" or letters is None else shard_scores(letters, x, *row_layouts(case))
 
 
 def is_partial(case: ParallelCase, name: str) -> bool:
     """Whether a rank's gradient counts its own rows alone, so that the gradient of the call is their sum."""
-    is_shared = case.bias is not None and case.bias[2] != "Lq" and case.bias[3] != "Ls"
+    letters = case.bias_letters
+    is_shared = letters is not None and letters[2] not in ("Lq", "R") and letters[3] != "Ls"
     return (name == "dsink" or (name == "dbias" and is_shared)) and not case.reduce
 
 
 def errors_of(case: ParallelCase, x: Inputs, results: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each result between this rank and one process."""
-    wanted, has_rows = one_process(case, x), case.bias is not None and case.bias[2] == "Lq"
+    letters = case.bias_letters
+    wanted, has_rows = one_process(case, x), letters is not None and letters[2] in ("Lq", "R")
     assert results.keys() == wanted.keys(), (results.keys(), wanted.keys())
     errors = {}
     for name, y in results.items():
@@ -546,6 +603,27 @@ def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
         out = context_parallel_attention(q, q, q, **over)
         kind, message = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
     return tuple(out.shape), (kind, message.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
+
+
+def summed_beside_values() -> tuple[float, float]:
+    """Return how far the gradients of values of lists, and of a bias that ranks share beside them, are off."""
+    torch.manual_seed(0)
+    layout, rank, f64 = SequenceLayout.zigzag(32, dist.get_world_size()), dist.get_rank(), torch.float64
+    q, k, v = torch.randn(3, 2, 32, 4, 8, dtype=f64)
+    index = torch.randint(-1, 32, (2, 1, 32, 7))
+    values = torch.randn(2, 4, 32, 7, dtype=f64)
+    bias, own_bias = (torch.arange(32.0, dtype=f64).sin()[None].requires_grad_() for _ in range(2))
+    own = layout.shard(values, 2, rank).requires_grad_()
+    lists = ShardedMask.from_lists(layout.shard(index, 2, rank), layout, rank, is_causal=True)
+    over = {"group": dist.group.WORLD, "layout": layout, "reduce_bias_grad": True}
+    rows = (layout.shard(x, 1, rank) for x in (q, k, v))
+    context_parallel_attention(*rows, lists, ListBias(own, own_bias), **over).square().sum().backward()
+    whole = PreparedMask.from_lists(index, seqlen_k=32, is_causal=True)
+    values.requires_grad_()
+    flash_dmattn.attention(q, k, v, whole, ListBias(values, bias)).square().sum().backward()
+    wanted = layout.shard(values.grad, 2, rank), bias.grad
+    first, second = (float((x.grad - y).abs().max()) for x, y in zip((own, own_bias), wanted))
+    return first, second
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:

@@ -16,6 +16,7 @@ from out_of_tree import registered
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
+from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.distributed import (
     SequenceLayout,
     ShardedMask,
@@ -54,6 +55,23 @@ def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, head
     return ShardedMask.from_mask(
         torch.ones(batch, heads, layout.local_length, layout.length, dtype=torch.bool), layout, rank, **flags
     )
+
+
+band = Band(torch.ones(4, 1, 3), 1)
+
+
+def relative(number: int) -> Relative:
+    return Relative(torch.ones(4, number), 5)
+
+
+def values_of(heads: int, entries: int = 3) -> ListBias:
+    return ListBias(torch.ones(1, heads, 16, entries, requires_grad=True))
+
+
+def lists_of(
+    rows: int = 16, entry: int = 0, layout: SequenceLayout = LAYOUT, rank: int = 0, **more: Any
+) -> ShardedMask:
+    return ShardedMask.from_lists(torch.full((rows, 3), entry), layout, rank, **more)
 
 
 def mesh_of(dims: int) -> DeviceMesh:
@@ -96,6 +114,27 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "has one gradient for all heads, which one call has to sum; it needs to be 1",
             lambda: attend(*tensors(), None, torch.ones(1, 16, 16, requires_grad=True), head_groups=2),
         ),
+        ("bias has values for distances -5 to 9; it needs", lambda: attend(*tensors(), None, relative(15))),
+        ("has one gradient for all heads", lambda: attend(*tensors(), lists_of(), values_of(1), head_groups=2)),
+        (r"bias.values has shape \(1, 4, 16, 2\)", lambda: attend(*tensors(), lists_of(), values_of(4, entries=2))),
+        (
+            "bias is a Band, and each rank has 1 row",
+            lambda: describe(2, 1, bias=band, layout=SequenceLayout.contiguous(2, 2)),
+        ),
+        ("index has 8 lists; it needs 16, of the 16 rows", lambda: lists_of(rows=8)),
+        ("index has 1 dimensions", lambda: ShardedMask.from_lists(torch.zeros(3).long(), LAYOUT, 0)),
+        ("index has an entry 16; each needs to be -1 or from 0 to 15", lambda: lists_of(entry=16)),
+        (
+            "3 queries share a list; layout needs intervals",
+            lambda: lists_of(rows=4, layout=SequenceLayout.zigzag(20, 2), block_size=(3, 1)),
+        ),
+        (
+            "begins at key 128; block_size needs blocks of keys that divide it, not 3",
+            lambda: lists_of(
+                256, layout=SequenceLayout.contiguous(512, 2), rank=1, block_size=(1, 3), window_size=(3, 0)
+            ),
+        ),
+        ("scores has 8 lists; it needs 16", lambda: ShardedMask.from_topk_lists(torch.rand(8, 16), 2, LAYOUT, 0)),
         ("exchange_dtype is torch.int8; it needs to be", lambda: attend(exchange_dtype=torch.int8)),
         ("'flex' is one differentiable function; context", lambda: attend(backend="flex")),
         (r"mask has shape \(8, 16\)", lambda: ShardedMask.from_mask(torch.ones(8, 16) > 0, LAYOUT, 0)),
@@ -136,6 +175,9 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(*tensors(), PreparedMask.from_mask(torch.ones(16, 16) > 0)),
         ),
         ("mask has dtype float32; it needs bool", lambda: attend(*tensors(), torch.ones(16, 16))),
+        ("mask is None and bias is a ListBias; mask needs", lambda: attend(*tensors(), None, values_of(4))),
+        ("mask is a TileMask and bias is a ListBias", lambda: attend(*tensors(), mask_of(), values_of(4))),
+        ("index has dtype torch.float32; it needs", lambda: ShardedMask.from_lists(torch.zeros(16, 2), LAYOUT, 0)),
         ("head_groups is 1.0", lambda: attend(head_groups=1.0)),
         ("reduce_bias_grad is 1; it needs to be True or False", lambda: attend(reduce_bias_grad=1)),
         ("layout is a int; it needs to be a", lambda: attend(group=mesh_of(2), layout=3)),
@@ -194,14 +236,22 @@ def test_autocast() -> None:
 
 
 def describe(
-    size: int, rows: int = 16, strategy: str = "auto", mask: Any = None, head_groups: int | None = None, **sizes: int
+    size: int,
+    rows: int = 16,
+    strategy: str = "auto",
+    mask: Any = None,
+    head_groups: int | None = None,
+    bias: Any = None,
+    layout: SequenceLayout | None = None,
+    **sizes: int,
 ) -> ParallelCall:
     """A causal call of rank 0 of a group that need not exist."""
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
-    layout, groups = SequenceLayout.zigzag(rows * size, size), (Members("none", size, 0),)
+    layout = SequenceLayout.zigzag(rows * size, size) if layout is None else layout
+    groups = (Members("none", size, 0),)
     numbers = RawFlags(is_causal=not isinstance(mask, ShardedMask))
     rest = (layout, None, strategy, head_groups, False, None, numbers, False, 0)
-    return Request(q, k, v, mask, None, None, groups, *rest).describe()
+    return Request(q, k, v, mask, bias, None, groups, *rest).describe()
 
 
 def test_heads_go_in_one_group_unless_asked_for_more() -> None:

@@ -21,6 +21,7 @@ from flash_dmattn.distributed.exchange import places_in, runs_read
 from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
+from flash_dmattn.masks import IndexScores, PreparedMask
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
 from flash_dmattn.reference import formula
 
@@ -127,6 +128,55 @@ def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: boo
         assert torch.equal(prepared.dense(), wanted)
         assert torch.equal(prepared.to("cpu").dense(), wanted)
         assert f"rank={rank} of 3" in repr(prepared)
+
+
+@pytest.mark.usefixtures("starts")
+@pytest.mark.parametrize(
+    "layout", [SequenceLayout.zigzag(48, 2), SequenceLayout.balanced([5, 1, 9, 2], 48, 3, pieces=2)], ids=["2", "3"]
+)
+@pytest.mark.parametrize("blocks", [(1, 1), (1, 4), (4, 4), (2, 8)])
+def test_lists_of_ranks_are_those_of_the_whole_call(layout: SequenceLayout, blocks: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    number = layout.length // blocks[0]
+    runs = tuple(tuple((a // blocks[0], b // blocks[0]) for a, b in own) for own in layout.intervals)
+    rows = SequenceLayout(number, runs)
+    index = torch.randint(-1, -(-48 // blocks[1]), (2, 1, number, 5))
+    for band in ({"is_causal": True}, {"window_size": (9, 3)}, {}):
+        sizes = {"seqlen_q": 48, "seqlen_k": 48, "block_size": blocks}
+        whole = PreparedMask.from_lists(index, **sizes, **band).dense()  # type: ignore[arg-type]
+        for rank in range(layout.world_size):
+            if blocks[1] > 4 and "window_size" in band:  # slices begin at multiples of 4 here
+                continue
+            own = rows.shard(index, 2, rank)
+            lists = ShardedMask.from_lists(own, layout, rank, block_size=blocks, **band)  # type: ignore[arg-type]
+            assert torch.equal(lists.dense(), layout.shard(whole, 2, rank))
+            # Entries that remain are in their places.
+            kept: Any = lists.lists
+            assert bool(((kept.index == own) | (kept.index == -1)).all())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["index", "tensor", "blocks"])
+def test_the_best_keys_of_ranks_are_those_of_the_whole_call(kind: str, size: int) -> None:
+    """Short slices have fewer keys than entries."""
+    torch.manual_seed(0)
+    layout, block_size = SequenceLayout.zigzag(32, size), (1, 4) if kind == "blocks" else 1
+    scores: Any = torch.rand(2, 1, 32, 8 if kind == "blocks" else 32)
+    if kind == "index":
+        scores = IndexScores(torch.randn(2, 32, 2, 4), torch.randn(2, 32, 4), torch.rand(2, 32, 2))
+    causal = {"is_causal": True, "local": 1, "block_size": block_size}
+    whole: Any = PreparedMask.from_topk_lists(scores, 6, seqlen_q=32, seqlen_k=32, **causal)  # type: ignore[arg-type]
+    for rank in range(size):
+        if kind == "index":
+            own: Any = IndexScores(layout.shard(scores.q, 1, rank), scores.k, layout.shard(scores.weights, 1, rank))
+        else:
+            own = layout.shard(scores, 2, rank)
+        lists = ShardedMask.from_topk_lists(own, 6, layout, rank, **causal)  # type: ignore[arg-type]
+        kept: Any = lists.lists
+        assert torch.equal(kept.keys, layout.shard(whole.keys, 2, rank))
+        assert torch.equal(lists.dense(), layout.shard(whole.dense(), 2, rank))
+        if kind == "index":
+            assert torch.equal(own.at(kept), layout.shard(scores.at(whole), 2, rank))
 
 
 def test_ranks_of_a_head_stand_side_by_side() -> None:

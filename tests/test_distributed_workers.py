@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, MASKS, P, ParallelCase, Unlucky, draw_parallel
+from distributed_calls import BIASES, DISTANCES, ENTRIES, MASKS, P, ParallelCase, Unlucky, draw_parallel
 from distributed_workers import torchrun, workers
 
 from flash_dmattn.distributed import SequenceLayout
 
 TOLERANCE = 1e-10
 
+L = partial(P, lists=("B", "1"))
 U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 
 CASES = {
@@ -24,6 +25,23 @@ CASES = {
         f"mask {name}": P(mask=name, bias="keys" if "topk" in name else "none", is_causal=True, dlse=True, seed=20 + i)
         for i, name in enumerate(MASKS)
     },
+    **{
+        name: P(relative=numbers, is_causal=i % 2 == 0, mask=("none", "full")[i % 3 == 0], dlse=True, seed=40 + i)
+        for i, (name, numbers) in enumerate(DISTANCES.items())
+    },
+    "lists": L(dlse=True, is_causal=True),
+    "lists, values": L(relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True, sink="normal"),
+    "lists of groups, cross": L(
+        lists=("1", "Hk"), relative=ENTRIES["1", "Hq", "R"], groups=2, seqlen_q=16, seqlen_k=48, is_causal=True
+    ),
+    "lists of blocks": L(blocks=(1, 4), relative=ENTRIES["1", "Hq", "R"], window_size=(9, 4), layout="balanced"),
+    "lists for blocks": L(blocks=(4, 8), relative=ENTRIES["B", "1", "R"], is_causal=True, layout="contiguous"),
+    "lists for blocks, values of rows": L(blocks=(2, 1), relative=ENTRIES["B", "Hk", "Lq"], softcap=2.0),
+    "relative, groups, cross": P(
+        relative=DISTANCES["relative, clamped"], seqlen_q=16, seqlen_k=48, groups=2, reduce=True, layout="balanced"
+    ),
+    "ulysses, relative": U(num_heads_k=4, relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
+    "ulysses, clamped, few heads": U(num_heads_k=2, relative=DISTANCES["relative, clamped"], window_size=(9, 3)),
     **{f"drawn {number}": draw_parallel(number) for number in range(24)},
     "far window": P(
         window_size=(20, 3), bias="full", mask="prepared", seqlen_q=1024, seqlen_k=1024, num_heads=2, batch=1
@@ -60,6 +78,10 @@ ON_A_MESH = {
     "shared heads": OVER(num_heads_k=1, is_causal=True, head_dim=8, head_dim_v=4, dlse=True),
     "prepared": OVER(mask="prepared_keys", is_causal=True, seqlen_q=16, seqlen_k=48),
     "outer of one": P(mesh=(1, 4), strategy="auto", num_heads=8, num_heads_k=8, bias="head", is_causal=True, dlse=True),
+    "relative, summed": OVER(relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
+    "relative": OVER(relative=DISTANCES["relative, clamped"], seqlen_k=48),
+    "lists": OVER(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True),
+    "band": OVER(relative=DISTANCES["band"], dlse=True, groups=2, num_heads=8, num_heads_k=4),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
     "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
 }
@@ -84,6 +106,9 @@ IN_PARTS: dict[str, ParallelCase] = {
     "contiguous": WINDOWED.with_(layout="contiguous", window_size=(100, 7)),
     "balanced": WINDOWED.with_(layout="balanced", bias="keys"),
     "bias of pairs": WINDOWED.with_(bias="full", mask="full", batch=1),
+    "relative": WINDOWED.with_(relative=DISTANCES["relative"], layout="balanced"),
+    "lists": WINDOWED.with_(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], blocks=(1, 16)),
+    "band": WINDOWED.with_(relative=DISTANCES["band"], batch=1),
     "groups of heads": WINDOWED.with_(num_heads_k=2, groups=2, bias="group", batch=1),
     "sharded": WINDOWED.with_(bias="sharded", mask="sharded"),
     "sharded, contiguous": WINDOWED.with_(bias="sharded_one", layout="contiguous", window_size=(200, 1)),
@@ -169,6 +194,9 @@ REPEATED = {
     "summed": P(bias="head", reduce=True, sink="normal", dtype=torch.float32, dlse=True),
     "sharded": P(bias="sharded", mask="prepared", dtype=torch.float32, layout="balanced"),
     "ulysses": U(num_heads_k=4, dtype=torch.float16, is_causal=True),
+    "relative": P(relative=DISTANCES["relative"], reduce=True, dtype=torch.bfloat16, is_causal=True),
+    "band": P(relative=DISTANCES["band"], dtype=torch.bfloat16, layout="balanced"),
+    "lists": L(relative=ENTRIES["B", "Hk", "Lq"], dtype=torch.bfloat16, is_causal=True),
 }
 
 
@@ -271,6 +299,25 @@ def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
     assert_all_raise(case, rank, size, fields, keywords, "ValueError", message)
 
 
+def test_other_values_on_one_rank_raise_on_all() -> None:
+    """Of distances, and of lists."""
+    case, other = P(relative=DISTANCES["relative"], is_causal=True), DISTANCES["relative"]._replace(zero=47)
+    message = differing("bias.zero, bias.outside", "(48, 'error')", "(47, 'error')", 1, 2)
+    assert_all_raise(case, 1, 2, {"relative": other}, {}, "ValueError", message)
+    short = "rank 1: bias has values for distances -20 to 28; it needs those of the call, -31 to 0"
+    other = DISTANCES["relative"]._replace(zero=20, number=49)
+    assert_all_raise(case, 1, 2, {"relative": other}, {}, "ValueError", short)
+    case = L(relative=ENTRIES["B", "Hk", "Lq"])
+    message = differing("lists", "(1, 1, 7)", "(1, 2, 7)", 1, 2)
+    assert_all_raise(case, 1, 2, {"blocks": (1, 2)}, {}, "ValueError", message)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_bias_beside_values_of_lists_is_summed_over_ranks(size: int) -> None:
+    errors = workers(size).run("distributed_calls.summed_beside_values")
+    assert max(max(each) for each in errors) < TOLERANCE, errors
+
+
 def test_another_strategy_and_another_order_of_keys_raise_on_all() -> None:
     message = differing("strategy", "gather", "ulysses", 1, 2)
     assert_all_raise(P(num_heads_k=4), 1, 2, {"strategy": "ulysses"}, {}, "ValueError", message)
@@ -343,6 +390,8 @@ COMPILED = {
     **{f"parts, {name}": IN_PARTS[name] for name in ("plain", "sharded")},
     "mesh": OVER(is_causal=True, bias="full", dlse=True),
     "gather": P(is_causal=True, bias="full", mask="full", groups=2, dlse=True),
+    "relative": P(relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
+    "lists": L(relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True),
     "summed": P(bias="head", reduce=True, mask="prepared", sink="normal", dlse=True),
     "sharded": P(bias="sharded", mask="sharded", window_size=(5, 2)),
     "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),

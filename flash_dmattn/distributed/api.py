@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
 import torch
 from torch import Tensor
 
+from ..biases import Bias, Relative
 from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
@@ -47,7 +48,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | ShardedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     group: Group,
     layout: SequenceLayout,
@@ -60,7 +61,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | ShardedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     group: Group,
     layout: SequenceLayout,
@@ -73,7 +74,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | ShardedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     group: Group,
     layout: SequenceLayout,
@@ -87,7 +88,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | ShardedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     group: Group,
     layout: SequenceLayout,
@@ -128,6 +129,9 @@ def context_parallel_attention(
         bias: of the same shapes, any float dtype. Its gradient has its shape. It is complete if the bias has rows of
             this rank, or is sharded by keys. A bias that all ranks share has a part of its gradient on each rank, from
             the rows of that rank, like any weight: DDP and FSDP sum it over ranks, and so does `reduce_bias_grad`.
+            Or a `biases.Relative` of the whole call, which all ranks share; or a `biases.Band` whose values have the
+            rows of this rank, (*batch, H, Lq / W, n); or, beside lists, a `biases.ListBias` whose values have the lists
+            of this rank.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
             and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
@@ -137,7 +141,8 @@ def context_parallel_attention(
         strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
             biases stay. "ulysses" trades heads for positions; it is for calls without rows of masks or biases, whose
             heads the ranks divide. "auto" takes the one that sends less.
-        reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
+        reduce_bias_grad: sum gradients of a bias with i = 1 or of a `Relative`, and of the sink, over the ranks here,
+            in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
             before it is computed. More groups take less memory, and more time.
@@ -187,8 +192,10 @@ def context_parallel_attention(
     if call.trade is not None and call.strategy == "ulysses":
         heads = call.trade.heads
         mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
+        flags = call.problem.flags
+        added = Relative(bias.squeeze(2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, mask, bias, sink, None, raw_flags._replace(return_lse=True))
+        own = prepare_call(q, k, v, mask, added, sink, None, raw_flags._replace(return_lse=True))
         out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
@@ -217,7 +224,7 @@ def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tens
     reduces, number = call.request.reduce_bias_grad, call.request.number
     if call.mask_needs_keys:
         mask = gather_keys(cast(Tensor, mask), call.route)
-    if bias is not None and bias.shape[2] == 1:
+    if bias is not None and call.shares_bias:
         if needs.bias:
             bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:

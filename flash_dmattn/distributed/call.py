@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..biases import require_dense_bias
+from ..biases import ByDistance, ListBias, check_covered, lists_beside, split
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
@@ -38,7 +39,8 @@ class ParallelCall(NamedTuple):
         request: the arguments, with q, k and v in the dtype of autocast.
         members, layout, layout_k: of the group that gathers keys or, for "ulysses" over one group, trades heads.
         mask: None, 4-D bool, or a `ShardedMask`.
-        bias, sink: None, or (b, h, i, j) and (Hq,). Over a mesh of two dims all three have this rank's heads.
+        bias: None, (b, h, i, j), or the values of a bias by distance, (b, h, 1 or Lq / W, n), or for entries of lists.
+        sink: None or (Hq,). Over a mesh of two dims all three have this rank's heads.
         why: the reason for the strategy, in words.
         head_groups: in how many groups of key-value heads "gather" goes, one after the other.
         sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
@@ -65,7 +67,12 @@ class ParallelCall(NamedTuple):
 
     @property
     def bias_needs_keys(self) -> bool:
-        return is_sharded_by_keys(self.bias, self.layout_k)
+        return self.problem.bias is not None and is_sharded_by_keys(self.bias, self.layout_k)
+
+    @property
+    def shares_bias(self) -> bool:
+        """Whether queries share one row of the bias, or of values of distances; lists always have rows."""
+        return self.bias is not None and self.bias.shape[2] == 1 and self.problem.chosen is None
 
     @property
     def route(self) -> Route:
@@ -93,8 +100,9 @@ class ParallelCall(NamedTuple):
             strides = unpacked_spec((p.batch, one.seqlen_q, one.num_heads, p.head_dim)).strides
             return [one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)]
         # Dynamo of torch 2.11 sorts only by numbers, not by tuples.
+        has_distances = p.relative is not None
         parts = dict.fromkeys(
-            (part._replace(row=0, row_stop=part.seqlen_q), self.keys_held(rank))
+            (part._replace(row=0, row_stop=part.seqlen_q, shift=part.shift * has_distances), self.keys_held(rank))
             for rank in range(self.members.size)
             for part in plan(self.layout, rank, self.layout_k.length, p.window)
         )
@@ -112,7 +120,10 @@ class ParallelCall(NamedTuple):
             "k": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim),
             "v": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim_v),
             "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
+            "lists": (p.flags.block_q, p.flags.block_k, p.flags.list_size) if p.mask_form == "lists" else None,
+            "values of lists": p.flags.chosen,
             "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
+            "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
             **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
             "keys sent": "those that are read" if self.sends_parts else "all",
@@ -128,14 +139,15 @@ class ParallelCall(NamedTuple):
 class Request(NamedTuple):
     """The arguments of a call as one rank has them, not checked yet; `groups` has one, or the inner and the outer one.
 
-    `number` counts the calls over the groups; it is 0 in a compiled graph.
+    `number` counts the calls over the groups; it is 0 in a compiled graph. Once a bias is checked that is no tensor,
+    `bias` is its values, and `by_distance` or `is_list_bias` tells their kind.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | ShardedMask | None
-    bias: Tensor | None
+    bias: Any
     sink: Tensor | None
     groups: tuple[Members, ...]
     layout: SequenceLayout
@@ -147,6 +159,8 @@ class Request(NamedTuple):
     raw_flags: RawFlags
     has_sequences: bool
     number: int
+    by_distance: ByDistance | None = None
+    is_list_bias: bool = False
 
     def describe(self) -> ParallelCall:
         """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed."""
@@ -160,14 +174,17 @@ class Request(NamedTuple):
         if self.raw_flags.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.raw_flags.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
-        require_dense_bias(self.bias, "of ranks that share a sequence")
         if isinstance(q, Tensor) and q.is_nested:
             raise ValueError(
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
             )
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it raises the error
-        request = self._replace(q=q, k=k, v=v)
+        is_list_bias = isinstance(self.bias, ListBias)
+        bias, by_distance = (self._list_values(), None) if is_list_bias else split(self.bias)
+        if by_distance is not None and by_distance.has_rows and q.shape[1] == 1 < self.layout.world_size:
+            raise ValueError("bias is a Band, and each rank has 1 row; it needs 2 rows of each rank or more")
+        request = self._replace(q=q, k=k, v=v, bias=bias, by_distance=by_distance, is_list_bias=is_list_bias)
         call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
@@ -175,6 +192,26 @@ class Request(NamedTuple):
                 f"exchange_dtype is {self.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}"
             )
         return call
+
+    def _list_values(self) -> Tensor:
+        """Return the values of a `ListBias`, with what its ordinary bias adds; refuse a mask without lists."""
+        mask, bias = self.mask, self.bias
+        if not isinstance(mask, ShardedMask):
+            has = "None" if mask is None else f"a {type(mask).__name__}"
+            raise TypeError(
+                f"mask is {has} and bias is a ListBias; mask needs to be of "
+                "flash_dmattn.distributed.ShardedMask.from_lists or from_topk_lists"
+            )
+        added = bias.bias
+        if isinstance(added, Tensor) and added.requires_grad and self.reduce_bias_grad and added.shape[-2:-1] == (1,):
+            added = added.to(sum_dtype(added.dtype))
+            for members in self.groups:
+                added = sum_gradient(added, members, self.number)
+            bias = bias._replace(bias=added)
+        if added is None and mask.form == "lists":
+            values: Tensor = bias.values  # `describe` checks them
+            return values
+        return ListBias(*bias).with_bias(mask.lists)
 
     def _over_mesh(self) -> ParallelCall:
         """Make the call over the outer group: q, k and v without memory, and this rank's heads of the rest."""
@@ -208,7 +245,8 @@ class Request(NamedTuple):
         if isinstance(mask, Tensor) and mask.dim() in (2, 3, 4):
             mask = own_heads("mask", as_scores(mask))
         if isinstance(bias, Tensor) and bias.dim() in (2, 3, 4):
-            bias = own_heads("bias", summed(as_scores(bias), as_scores(bias).shape[2] == 1))
+            is_shared = as_scores(bias).shape[2] == 1 and not self.is_list_bias
+            bias = own_heads("bias", summed(as_scores(bias), is_shared))
         if isinstance(sink, Tensor) and sink.shape == (heads,):
             sink = summed(sink, True)[trade.heads.of(heads)]
         request = self._replace(groups=(outer,), layout=joined, layout_k=joined_k, strategy="gather")
@@ -220,19 +258,31 @@ class Request(NamedTuple):
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
         layout, layout_k = self.layout, self._check_layouts(members.size)
-        every_mask, every_bias = (_with_all_keys(x, layout_k) for x in (mask, bias))
-        raw_flags = self.raw_flags
+        raw_flags, by_distance = self.raw_flags, self.by_distance
+        every_mask = _with_all_keys(mask, layout_k)
+        has_values = by_distance is not None or self.is_list_bias
+        every_bias = bias if has_values else _with_all_keys(bias, layout_k)
         if isinstance(mask, ShardedMask):
             raw_flags = _check_sharded(mask, raw_flags, members, layout, layout_k)
+        if isinstance(mask, ShardedMask) and mask.form == "lists":
+            every_mask = _one_of_lists(mask)
+        elif isinstance(mask, ShardedMask):
             no_mask = torch.empty(0, dtype=torch.bool, device=mask.device)
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
-                "mask is a PreparedMask, of whole rows; context parallelism needs one of "
-                "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
+                "mask is a PreparedMask, of whole rows; context parallelism needs a ShardedMask of "
+                "flash_dmattn.distributed, by from_mask or from_lists, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
-        problem, _, _ = describe(PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags))
+        # Which distances need a value depends on all rows; here they count as those of a rank.
+        of_rank = None if by_distance is None else by_distance._replace(outside="zero")
+        kinds = {"by_distance": of_rank, "is_list_bias": self.is_list_bias}
+        problem, _, _ = describe(PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags, **kinds))
+        if by_distance is not None and bias is not None:
+            if by_distance.outside == "error":
+                check_covered(bias.shape[-1], by_distance.zero, layout.length, layout_k.length, problem.window)
+            problem = problem._replace(flags=problem.flags._replace(outside=by_distance.outside))
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
@@ -285,6 +335,15 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
+def _one_of_lists(mask: ShardedMask) -> PreparedMask:
+    """Return a placeholder for the lists of all rows of a rank: sizes and the band of the call, without memory."""
+    own = [lists_beside(one) for one in mask.masks]
+    number, first = sum(x.keys.shape[2] for x in own), own[0]
+    keys = _without_memory(first.keys, *first.keys.shape[:2], number, first.keys.shape[3])
+    sizes = {"seqlen_q": mask.layout.local_length, "seqlen_k": mask.layout_k.length, "keys": keys}
+    return replace(first, **sizes, is_causal=mask.is_causal, window_size=mask.window_size)
+
+
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
     """Return whether a mask or a bias has one row for all queries, and only the keys of this rank."""
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
@@ -328,10 +387,14 @@ def _as_read(
         problem = problem._replace(mask=prepared, mask_form=form)
     elif is_sharded_by_keys(mask, layout_k) and problem.mask is not None:
         problem = problem._replace(mask=unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool))
-    if problem.bias is None or bias is None or bias.shape[2] > 1:
+    if bias is None or bias.shape[2] > 1 or problem.chosen is not None:
+        return problem
+    dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
+    if problem.relative is not None:
+        return problem._replace(relative=problem.relative._replace(dtype=dtype))
+    if problem.bias is None:
         return problem
     spec = unpacked_spec(problem.bias.shape) if is_sharded_by_keys(bias, layout_k) else problem.bias
-    dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
     return problem._replace(bias=spec._replace(dtype=dtype))
 
 
@@ -340,7 +403,8 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
     if problem.num_heads_k % integer("head_groups", number, 1):
         raise ValueError(f"head_groups is {number}; it needs to divide the {problem.num_heads_k} key-value heads")
-    if number > 1 and bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and problem.needs_grad.bias:
+    has_rows = bias is not None and (bias.shape[2] > 1 or problem.chosen is not None)
+    if number > 1 and bias is not None and bias.shape[1] == 1 and has_rows and problem.needs_grad.bias:
         raise ValueError(
             f"head_groups is {number}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
             "which one call has to sum; it needs to be 1"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
+from ..biases import Bias
 from ..dispatch.config import fallback
 from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
@@ -107,7 +108,7 @@ def explain_context_parallel(
     k: Tensor,
     v: Tensor,
     mask: Tensor | ShardedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     group: Group,
     layout: SequenceLayout,
@@ -292,7 +293,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
 
     terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
     for name, own, passed, needed in terms:
-        if own is None or passed is None or not needed or (name == "bias" and own.shape[2] > 1):
+        if own is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
             continue
         itemsize = sum_dtype(own.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
@@ -312,14 +313,16 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
         if is_sharded:
             yield f"{name}: sharded by keys, gathered"
-        elif isinstance(x, ShardedMask) or (x is not None and x.shape[2] > 1):
+        elif isinstance(x, ShardedMask) and x.form == "lists":
+            yield "mask: lists of this rank's rows, which stay where they are; they may name any key that is sent"
+        elif isinstance(x, ShardedMask) or (x is not None and (x.shape[2] > 1 or call.problem.chosen is not None)):
             yield f"{name}: rows of this rank, which stay where they are"
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"
     partial = "of this rank's rows; DDP and FSDP sum it over ranks"
     partial = "complete, summed over ranks here" if call.request.reduce_bias_grad else partial
     if call.bias is not None and needs.bias:
-        complete = call.bias_needs_keys or call.bias.shape[2] > 1
+        complete = call.bias_needs_keys or not call.shares_bias
         yield f"gradient of bias: {'complete' if complete else partial}"
     if needs.sink:
         yield f"gradient of sink: {partial}"

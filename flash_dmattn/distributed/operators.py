@@ -23,16 +23,17 @@ from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, a
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in, sum_dtype
-from .slices import HeadGroup, ShardedMask, Slice, slice_problem
+from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
-    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, "
-    "str forward, str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, int zero, "
+    "str outside, int block_q, int block_k, int list_size, bool chosen, str forward, str backward, int head_groups, "
+    "ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
-NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6}
+NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6, "lists": 3}
 
 
 def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
@@ -57,8 +58,9 @@ def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
 class RankRows(NamedTuple):
     """All that the calls of a rank share: its slices, where the keys of each are in k and v, and the mask of each.
 
-    q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one. `flags` belong to all rows
-    over all keys.
+    q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances,
+    or of entries of lists.
+    `flags` belong to all rows over all keys.
     """
 
     parts: tuple[Slice, ...]
@@ -105,7 +107,8 @@ class RankRows(NamedTuple):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
             rest: dict[str, Tensor] = {}
             group_dbias = None if sums.bias is None else heads.cut(sums.bias)
-            place = None if group_dbias is None else _cleared_around(group_dbias, part)
+            rows, last = self._place_in_bias(part)
+            place = None if group_dbias is None or last != part.keys else _cleared_around(group_dbias, part)
             if place is not None and backend.stores_dbias:
                 rest["dbias_out"] = place
             # out and lse have the layout in which every backend writes them.
@@ -124,9 +127,9 @@ class RankRows(NamedTuple):
                     total.add(keys, term)
             if dbias is not None and group_dbias is not None and place is None:
                 if group_dbias.shape[2] == 1:  # one row for all queries, which each slice has a term of
-                    group_dbias[..., part.keys if group_dbias.shape[3] > 1 else slice(None)] += dbias
+                    group_dbias[..., last] += dbias
                 else:
-                    group_dbias[:, :, part.rows] = dbias
+                    group_dbias[:, :, rows] = dbias
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[query_heads] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
@@ -135,17 +138,28 @@ class RankRows(NamedTuple):
         self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
         """Return the call of one slice and one group of heads."""
-        query_heads = heads.of(self.q.shape[2])
+        query_heads, flags = heads.of(self.q.shape[2]), self.flags
         inputs = Inputs(
             self.q[:, part.rows, query_heads],
             k[:, keys],
             v[:, keys],
             view_of_heads(view, heads),
-            None if self.bias is None else heads.cut(part.cut(self.bias)),
+            None if self.bias is None else heads.cut(self.bias[(..., *self._place_in_bias(part))]),
             None if self.sink is None else self.sink[query_heads],
         )
-        left, right = part.window
-        return describe_operands(inputs, self.flags._replace(left=left, right=right), self.needs_grad), inputs
+        zero = flags.zero + part.shift if flags.outside else 0
+        (left, right), needs_grad = part.window, self.needs_grad
+        return describe_operands(inputs, flags._replace(left=left, right=right, zero=zero), needs_grad), inputs
+
+    def _place_in_bias(self, part: Slice) -> tuple[slice, slice]:
+        """Return which rows of the bias a slice reads, and which keys, or all values of distances or of a list."""
+        if self.bias is None:
+            return slice(None), slice(None)
+        *_, rows, keys = self.bias.shape
+        if self.flags.chosen:
+            return part.rows_of(share_of_values(rows, self.q.shape[1], self.flags.block_q)), slice(None)
+        has_keys = keys > 1 and not self.flags.outside
+        return part.rows if rows > 1 else slice(None), part.keys if has_keys else slice(None)
 
 
 class KeySum:
@@ -211,9 +225,9 @@ class Sums(NamedTuple):
 def _cleared_around(dbias: Tensor, part: Slice) -> Tensor | None:
     """Return the place of a slice in the gradient of the bias, after zeroing the keys that the slice does not have.
 
-    None where the bias has not both rows and keys of its own.
+    None where the bias, which has keys of its own, has one row for all queries.
     """
-    if dbias.shape[2] == 1 or dbias.shape[3] == 1:
+    if dbias.shape[2] == 1:
         return None
     rows = dbias[:, :, part.rows]
     rows[..., : part.start] = 0
@@ -244,6 +258,12 @@ class GatherSettings(NamedTuple):
     softcap: float
     deterministic: bool
     allows_tf32: bool
+    zero: int
+    outside: str
+    block_q: int
+    block_k: int
+    list_size: int
+    chosen: bool
     forward: str
     backward: str
     head_groups: int
@@ -271,6 +291,12 @@ class GatherSettings(NamedTuple):
             self.softcap,
             self.deterministic,
             allows_tf32=self.allows_tf32,
+            zero=self.zero,
+            outside=self.outside,  # type: ignore[arg-type]
+            block_q=self.block_q,
+            block_k=self.block_k,
+            list_size=self.list_size,
+            chosen=self.chosen,
         )
         return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
@@ -440,6 +466,12 @@ def attend_gathered(
         flags.softcap,
         flags.deterministic,
         flags.allows_tf32,
+        flags.zero,
+        flags.outside,
+        flags.block_q,
+        flags.block_k,
+        flags.list_size,
+        flags.chosen,
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..biases import lists_beside
 from ..masks import PreparedMask
-from ..masks.arguments import bool_mask
-from ..problem import AttentionProblem, TensorSpec, causal_window, check_flag, check_window, unpacked_spec
+from ..masks.arguments import INTEGER_DTYPES, bool_mask, pair
+from ..masks.index_scores import IndexScores
+from ..masks.prepared.mask import check_entries
+from ..problem import (
+    AttentionProblem,
+    MaskForm,
+    TensorSpec,
+    as_scores,
+    causal_window,
+    check_flag,
+    check_window,
+    collapse,
+    unpacked_spec,
+    values_can_be_read,
+)
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -20,7 +36,8 @@ ALIGNMENT = 128
 class Slice(NamedTuple):
     """One ordinary call: rows `row` to `row_stop` of a rank's tensors over keys `start` to `stop` in global order.
 
-    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0.
+    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0. A pair has `shift` more
+    as its distance in the whole call than in this one, because each call is aligned at its own end.
     """
 
     row: int
@@ -28,6 +45,7 @@ class Slice(NamedTuple):
     start: int
     stop: int
     window: tuple[int, int]
+    shift: int = 0
 
     @property
     def rows(self) -> slice:
@@ -46,6 +64,10 @@ class Slice(NamedTuple):
     @property
     def seqlen_k(self) -> int:
         return self.stop - self.start
+
+    def rows_of(self, share: int) -> slice:
+        """Return its rows in a tensor that has one row for each `share` of the rank's rows."""
+        return slice(self.row // share, -(-self.row_stop // share))
 
     def cut(self, x: Tensor) -> Tensor:
         """Return a view of the part of a mask or bias (b, h, Lq / W or 1, Lk or 1) that this call reads."""
@@ -99,7 +121,8 @@ def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, in
     """Return the calls of one rank; the window is the one of the whole call, with causality folded in."""
     slices, row = [], 0
     for a, b in layout.runs(rank):
-        slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)))
+        start, stop, own = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)
+        slices.append(Slice(row, row + b - a, start, stop, own, stop - b - (seqlen_k - layout.length)))
         row += b - a
     return tuple(slices)
 
@@ -108,6 +131,7 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
     """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
     left, right = part.window
     causal = right == 0
+    zero = rank.flags.zero + part.shift if rank.relative is not None else 0
     num_heads_k = max(1, rank.num_heads_k // heads.number)
     return rank._replace(
         seqlen_q=part.seqlen_q,
@@ -121,22 +145,38 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
         bias=_cut_spec(rank.bias, part, heads),
         is_causal=causal,
         window_size=(left, -1 if causal else right),
-        flags=rank.flags._replace(left=left, right=right),
+        relative=_cut_spec(rank.relative, part, heads, has_keys=False),
+        chosen=_cut_values(rank, part, heads),
+        flags=rank.flags._replace(left=left, right=right, zero=zero),
     )
 
 
-def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorSpec | None:
+def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup, has_keys: bool = True) -> TensorSpec | None:
     if spec is None:
         return None
     b, h, i, j = spec.shape
     own = heads.of(h)
-    shape = (b, own.stop - own.start, part.seqlen_q if i > 1 else i, part.seqlen_k if j > 1 else j)
-    return spec._replace(shape=shape)
+    keys = part.seqlen_k if j > 1 and has_keys else j
+    return spec._replace(shape=(b, own.stop - own.start, part.seqlen_q if i > 1 else i, keys))
+
+
+def share_of_values(rows: int, local_length: int, block_q: int) -> int:
+    """Return how many rows of a rank share a row of values for entries of lists: one, or a block of queries."""
+    return 1 if rows == local_length else block_q
+
+
+def _cut_values(rank: AttentionProblem, part: Slice, heads: HeadGroup) -> TensorSpec | None:
+    spec = _cut_spec(rank.chosen, part, heads, has_keys=False)
+    if spec is None or rank.chosen is None:
+        return None
+    rows = part.rows_of(share_of_values(rank.chosen.shape[2], rank.seqlen_q, rank.flags.block_q))
+    batch, number, _, entries = spec.shape
+    return spec._replace(shape=(batch, number, rows.stop - rows.start, entries))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardedMask:
-    """The rows of a mask that one rank has, prepared once for any number of calls; `from_mask` makes it.
+    """The rows of a mask that one rank has, prepared once for any number of calls; its `from_...` methods make it.
 
     `context_parallel_attention` takes it in the place of a bool mask.
 
@@ -221,6 +261,197 @@ class ShardedMask:
         batch, heads = scores.shape[:2]
         return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, tuple(masks))
 
+    @classmethod
+    def from_lists(
+        cls,
+        index: Tensor,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        layout_k: SequenceLayout | None = None,
+        block_size: int | tuple[int, int] = 1,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> ShardedMask:
+        """Prepare the lists of the rows that one rank has, which name keys of the whole sequence; nothing is sent.
+
+        The result is equal to the rank's rows of `PreparedMask.from_lists` of the whole index.
+
+        Args:
+            index: integers (Bm, Hm, R, K), or fewer dims, of the R lists of the rank's rows, as
+                `layout.shard(index, -2, rank)` takes them out of a whole index of a list for each query. Keys, or
+                blocks of keys, count from the first one of the sequence; -1 is for none.
+            layout: of the queries. Its intervals begin and end at multiples of block_q.
+            rank: whose rows these are.
+            layout_k: of the keys, `layout` by default.
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
+            is_causal, window_size: as in `attention`, of the whole sequence; calls must not repeat them. Slices of a
+                window begin at multiples of 128 keys, which block_k has to divide.
+
+        Raises:
+            TypeError, ValueError: as for `PreparedMask.from_lists`, or the lists do not fit the layout.
+
+        >>> import torch
+        >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask
+        >>> layout = SequenceLayout.zigzag(8, 2)
+        >>> index = torch.tensor([[0, -1], [0, 1], [2, 0], [0, 3], [4, 0], [4, 7], [6, 1], [7, 3]])
+        >>> mask = ShardedMask.from_lists(layout.shard(index, 0, 1), layout, 1, is_causal=True)
+        >>> mask.dense()[0, 0].int().tolist()
+        [[1, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]]
+        """
+        keys, (block_q, block_k) = (layout if layout_k is None else layout_k).length, pair("block_size", block_size, 1)
+        if not isinstance(index, Tensor) or index.dtype not in INTEGER_DTYPES:
+            has = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"type {type(index).__name__}"
+            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key")
+        if not 2 <= index.dim() <= 4:
+            raise ValueError(f"index has {index.dim()} dimensions, shape {tuple(index.shape)}; it needs 2, 3 or 4")
+        index, last = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())], -(-keys // block_k) - 1
+        if values_can_be_read(index):
+            check_entries(index, index.new_full((1, 1, 1, 1), last, dtype=torch.int64))
+
+        def lists_of(part: Slice, rows: slice) -> PreparedMask:
+            if part.start % block_k:
+                raise ValueError(
+                    f"a slice of the window begins at key {part.start}; block_size needs blocks of keys that divide "
+                    f"it, not {block_k}"
+                )
+            # Keys that no query of the slice sees: the band hides them.
+            first, own = part.start // block_k, index[:, :, rows].long()
+            seen = (own >= first) & (own < -(-part.stop // block_k))
+            return PreparedMask.from_lists(
+                torch.where(seen, own - first, -1),
+                seqlen_q=part.seqlen_q,
+                seqlen_k=part.seqlen_k,
+                block_size=(block_q, block_k),
+                window_size=part.window,
+            )
+
+        sizes = (*index.shape[:2], index.shape[2], block_q)
+        return cls._of_lists(lists_of, "index", sizes, layout, rank, layout_k, is_causal, window_size)
+
+    @classmethod
+    def from_topk_lists(
+        cls,
+        scores: Tensor | IndexScores,
+        k: int,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        layout_k: SequenceLayout | None = None,
+        block_size: int | tuple[int, int] = 1,
+        is_causal: bool = False,
+        local: int = 0,
+    ) -> ShardedMask:
+        """List the `k` best scored keys, or blocks of keys, that each row of a rank may see; nothing is sent.
+
+        The result is equal to the rank's rows of `PreparedMask.from_topk_lists` of the whole scores. It has as many
+        entries for each list, so values for a `ListBias` are rows of the whole values.
+
+        Args:
+            scores: float (B, H, R, N), or fewer dims: the scores of the rank's R lists for all N keys or blocks. Or
+                `IndexScores` whose q and weights have the rank's rows, and k the keys of all ranks.
+            k, block_size, is_causal, local: as for `PreparedMask.from_topk_lists`.
+            layout, rank, layout_k: as for `from_lists`.
+
+        Raises:
+            TypeError, ValueError: as for `PreparedMask.from_topk_lists`, or the lists do not fit the layout.
+
+        >>> import torch
+        >>> from flash_dmattn import masks
+        >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask
+        >>> layout, scores = SequenceLayout.zigzag(8, 2), torch.rand(1, 1, 8, 8)
+        >>> mask = ShardedMask.from_topk_lists(layout.shard(scores, 2, 1), 3, layout, 1, is_causal=True)
+        >>> whole = masks.PreparedMask.from_topk_lists(scores, 3, is_causal=True)
+        >>> torch.equal(mask.lists.index, layout.shard(whole.index, 2, 1))
+        True
+        """
+        keys, (_, block_k) = (layout if layout_k is None else layout_k).length, pair("block_size", block_size, 1)
+        if isinstance(scores, Tensor):
+            batch, heads, number = as_scores(scores).shape[:3]
+        else:
+            batch, heads, number = scores.q.shape[0], 1, scores.q.shape[1]
+
+        def lists_of(part: Slice, rows: slice) -> PreparedMask:
+            blocks = -(-part.stop // block_k)
+            if isinstance(scores, Tensor):
+                own: Any = scores[..., rows, :blocks]
+            else:
+                q, weights = scores.q[:, rows], scores.weights[:, rows]
+                own = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
+            made: Any = PreparedMask.from_topk_lists(
+                own,
+                k,
+                seqlen_q=part.seqlen_q,
+                seqlen_k=part.stop,
+                block_size=block_size,
+                is_causal=is_causal,
+                local=local,
+            )
+            more = min(k + local, -(-keys // block_k)) - made.keys.shape[3]
+            return replace(made, keys=F.pad(made.keys, (0, more), value=-1)) if more else made
+
+        sizes = (batch, heads, number, pair("block_size", block_size, 1)[0])
+        return cls._of_lists(lists_of, "scores", sizes, layout, rank, layout_k, is_causal, None)
+
+    @classmethod
+    def _of_lists(
+        cls,
+        lists_of: Callable[[Slice, slice], PreparedMask],
+        name: str,
+        sizes: tuple[int, int, int, int],
+        layout: SequenceLayout,
+        rank: int,
+        layout_k: SequenceLayout | None,
+        is_causal: bool,
+        window_size: tuple[int, int] | None,
+    ) -> ShardedMask:
+        """Make the mask of what a function returns for each slice and its lists.
+
+        Args:
+            lists_of: as it says.
+            name: of what has the lists, for messages.
+            sizes: its batch, heads and lists, and the queries that share a list.
+        """
+        batch, heads, number, block_q = sizes
+        layout_k = layout if layout_k is None else layout_k
+        if number != -(-layout.local_length // block_q):
+            raise ValueError(
+                f"{name} has {number} lists; it needs {-(-layout.local_length // block_q)}, of the "
+                f"{layout.local_length} rows of a rank"
+            )
+        for a, b in layout.runs(rank):
+            if a % block_q or (b % block_q and b != layout.length):
+                raise ValueError(
+                    f"rows {a} to {b} are of rank {rank}, and {block_q} queries share a list; layout needs intervals "
+                    "of multiples of it"
+                )
+        is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+        parts = plan(layout, rank, layout_k.length, causal_window(is_causal, window_size))
+        masks = tuple(lists_of(part, part.rows_of(block_q)) for part in parts)
+        return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, masks)
+
+    @property
+    def form(self) -> MaskForm:
+        """The form of its masks: see `PreparedMask`."""
+        return self.masks[0].form
+
+    @property
+    def lists(self) -> PreparedMask:
+        """Return the lists of all rows of the rank as one mask, whose entries count from the first key of all.
+
+        It is for `IndexScores.at` and `ListBias.dense`, and has no band.
+
+        Raises:
+            TypeError: it has no lists.
+        """
+        own = [lists_beside(mask) for mask in self.masks]
+        parts = plan(self.layout, self.rank, self.layout_k.length, causal_window(self.is_causal, self.window_size))
+        block_size, rows, keys = own[0].block_size, self.layout.local_length, self.layout_k.length
+        firsts = [part.start // block_size[1] for part in parts]
+        named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, own, strict=True)]
+        tensors = [torch.cat(x, 2) for x in (named, [x.count for x in own], [x.slots for x in own])]
+        return PreparedMask._made("lists", tensors, seqlen_q=rows, seqlen_k=keys, block_size=block_size)
+
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
@@ -246,8 +477,9 @@ class ShardedMask:
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
         return (
-            f"ShardedMask(rank={self.rank} of {self.layout.world_size}, shape={(self.batch, self.heads)} x "
-            f"{self.layout.local_length} of {self.layout.length} rows x {self.layout_k.length} keys, "
+            f"ShardedMask(form={self.form!r}, rank={self.rank} of {self.layout.world_size}, "
+            f"shape={(self.batch, self.heads)} x {self.layout.local_length} of {self.layout.length} rows x "
+            f"{self.layout_k.length} keys, "
             f"is_causal={self.is_causal}, window_size={self.window_size}, device={str(self.device)!r})"
         )
 

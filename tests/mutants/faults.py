@@ -666,6 +666,20 @@ _PYTHON = (
         ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
     ),
     Fault(
+        "the distances of a slice are those of a call of its own",
+        "flash_dmattn/distributed/operators.py",
+        "zero = flags.zero + part.shift if",
+        "zero = flags.zero if",
+        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[band-2]",),
+    ),
+    Fault(
+        "entries of lists count from the first of all keys in a slice",
+        "flash_dmattn/distributed/slices.py",
+        "torch.where(seen, own - first, -1)",
+        "torch.where(seen, own, -1)",
+        ("tests/test_distributed_slices.py::test_lists_of_ranks_are_those_of_the_whole_call[blocks0-2]",),
+    ),
+    Fault(
         "only the rank that has a refusal raises, and the others wait",
         "flash_dmattn/distributed/group.py",
         "if one.kind]",

@@ -627,7 +627,7 @@ class PreparedMask(ABC):
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
                 # Rows without keys may list any.
-                _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
+                check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
             seen = keys_seen(bounds, spec, window)
             low, high = (torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in (seen.low, seen.high))
             numbers |= {"sequences": sequences, "spec": spec}
@@ -636,7 +636,7 @@ class PreparedMask(ABC):
             lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
             if values_can_be_read(index):
                 last = index.new_full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1, dtype=torch.int64)
-                _check_entries(index, last)
+                check_entries(index, last)
             numbers |= {"leading": leading}
             low, high = seen_blocks(blocks, lengths, make_band(*lengths, window), index.device)
         tensors = ordered(index, -(-lengths[1] // blocks[1]), low, high)
@@ -994,7 +994,7 @@ def _lengths_of_lists(
     return seqlen_q, seqlen_k
 
 
-def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
+def check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
     """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or past the last block of its list."""
     index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
