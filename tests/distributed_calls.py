@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
-from flash_dmattn import Backend, register_backend
+from flash_dmattn import Backend, Sequences, register_backend
 from flash_dmattn.backends.protocol import Backward, Forward, Rule
-from flash_dmattn.biases import ListBias
+from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.distributed import (
     SequenceLayout,
@@ -35,7 +35,7 @@ from flash_dmattn.distributed import (
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed import group as parallel_group
 from flash_dmattn.distributed.group import agree, groups_of
-from flash_dmattn.masks import PreparedMask, topk_mask
+from flash_dmattn.masks import PreparedMask, document_mask, topk_mask
 from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs as Operands
@@ -79,8 +79,9 @@ class ParallelCase(Case):
     """A call whose sequence ranks share: of small sizes and in fp64, if nothing else is said.
 
     `lists`: letters of the batch and heads of lists, the mask then; `blocks`: their `block_size`; `relative`: values of
-    their entries. `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`:
-    a name of `MISTAKEN`. The others are arguments of `context_parallel_attention`.
+    their entries. `documents`: the bounds of packed sequences; `used`: how many tokens of each are used, all without.
+    `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`: a name of
+    `MISTAKEN`. The others are arguments of `context_parallel_attention`.
     """
 
     seqlen_q: int = 32
@@ -91,6 +92,8 @@ class ParallelCase(Case):
     layout: str = "zigzag"
     lists: Letters | None = None
     blocks: tuple[int, int] = (1, 1)
+    documents: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()
     prepared: bool = False
     topk: bool = False
     mistake: str = ""
@@ -216,13 +219,33 @@ def one_process(case: ParallelCase, x: Inputs, backend: Any = "eager") -> dict[s
     """Results and gradients of one call in this process."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, **flags: Any) -> Any:
+        if case.documents and case.prepared:
+            lengths = torch.tensor(case.documents).diff()
+            mask = document_mask(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
         if case.lists is not None:
             band = {name: flags.pop(name) for name in ("is_causal", "window_size")}
             sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "block_size": case.blocks}
             mask = PreparedMask.from_lists(mask, **sizes, **band)
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend, **flags)
 
-    return results_of(call, case, x)
+    return results_of(packed(case, call), case, x)
+
+
+def packed(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of tensors with a batch of 1 that calls one with packed sequences, if the case has these."""
+    if not case.documents or case.prepared:
+        return function
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, **flags: Any) -> Any:
+        one = bias.squeeze(0) if isinstance(bias, Tensor) else bias
+        if isinstance(bias, (Band, Relative)):
+            one = bias._replace(values=bias.values.squeeze(0))
+        used = torch.tensor(case.used) if case.used else None
+        documents = Sequences.packed(torch.tensor(case.documents), seqlens_q=used)
+        out, lse = function(q[0], k[0], v[0], mask, one, sequences=documents, **flags)
+        return out[None], lse[None]
+
+    return call
 
 
 def shard_scores(letters: Letters, x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
@@ -250,12 +273,15 @@ def parallel(
         if case.lists is not None:
             own = {"layout_k": layouts[1], "block_size": case.blocks}
             mask = ShardedMask.from_lists(mask, layouts[0], place, **own, **band)
+        elif case.documents and case.prepared:
+            documents = Sequences.packed(torch.tensor(case.documents))
+            mask = ShardedMask.from_sequences(documents, layouts[0], place, **band)
         elif case.prepared:
             mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
         flags |= {"group": dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device)}
         flags |= {"layout": layout, "layout_k": layout_k, "return_lse": True, "strategy": case.strategy}
         flags |= {"reduce_bias_grad": case.reduce, "head_groups": case.groups, "exchange_dtype": case.exchange}
-        return function(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
+        return packed(case, function)(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
 
     mask, bias = (
         None if y is None or letters is None else shard_scores(letters, y, layouts, place)

@@ -16,6 +16,7 @@ from out_of_tree import registered
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
+from flash_dmattn import Sequences
 from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.distributed import (
     SequenceLayout,
@@ -60,6 +61,17 @@ def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, head
 band = Band(torch.ones(4, 1, 3), 1)
 
 
+PADDED = Sequences.padded(seqlens_k=torch.tensor([16]))
+
+
+def tokens() -> list[torch.Tensor]:
+    return [x[0] for x in tensors()]
+
+
+def documents(cu_k: tuple[int, ...] = (0, 7, 16)) -> Sequences:
+    return Sequences.packed(torch.tensor((0, 7, 16)), torch.tensor(cu_k))
+
+
 def relative(number: int) -> Relative:
     return Relative(torch.ones(4, number), 5)
 
@@ -84,7 +96,19 @@ def jagged() -> list[torch.Tensor]:
 
 REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
-        ("sequences is set; context parallelism", lambda: attend(sequences=flash_dmattn.Sequences)),
+        (r"q has shape \(2, 16, 4, 8\); beside sequences it needs", lambda: attend(sequences=documents())),
+        ("k has type int; beside", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
+        ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
+        ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
+        ("mask is a Tensor beside sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
+        (
+            r"bias has shape \(4, 16, 16\); beside sequences over ranks",
+            lambda: attend(*tokens(), None, torch.ones(4, 16, 16), sequences=documents()),
+        ),
+        (
+            "layout_k is not layout; beside",
+            lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
+        ),
         ("dropout_p is 0.1; context_parallel_attention has no", lambda: attend(dropout_p=0.1)),
         ("q is a nested tensor; context parallelism shares one", lambda: attend(*jagged())),
         ("q has 3 dimensions", lambda: attend(*[x[0] for x in tensors()])),
@@ -165,6 +189,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         (r"sink has shape \(3,\)", lambda: attend(group=mesh_of(2), sink=torch.ones(3))),
     ],
     TypeError: [
+        ("sequences is a int; it needs", lambda: attend(*tokens(), sequences=3)),
         ("return_probs", lambda: attend(return_probs=True)),
         ("q is a NoneType", lambda: attend(None, None, None)),
         ("group is a NoneType; it needs to be a torch.distributed", lambda: attend(group=None)),
@@ -204,6 +229,23 @@ def test_what_is_refused_is_explained_with_the_same_error(
         call()
     same = str(in_explanation.value).replace("explain_context_parallel()", "context_parallel_attention()")
     assert str(refusal.value).removeprefix("rank 0: ") == same
+
+
+def test_bounds_are_read_once_for_all_layers_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    of = ShardedMask.from_sequences
+    monkeypatch.setattr(ShardedMask, "from_sequences", lambda *x, **more: made.append(1) or of(*x, **more))
+    cu_seqlens, x = torch.tensor([0, 7, 16]), tokens()
+    sequences = Sequences.packed(cu_seqlens)
+    first = attend(*x, sequences=sequences, is_causal=True)
+    attend(*x, sequences=sequences, is_causal=True)
+    cu_seqlens[1] = 9
+    second = attend(*x, sequences=sequences, is_causal=True)
+    attend(*x, sequences=sequences, is_causal=True)
+    assert len(made) == 2 and not torch.equal(first, second)
+    torch.testing.assert_close(second, flash_dmattn.attention(*x, sequences=sequences, is_causal=True))
+    attend(*x, sequences=sequences)
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -250,7 +292,7 @@ def describe(
     layout = SequenceLayout.zigzag(rows * size, size) if layout is None else layout
     groups = (Members("none", size, 0),)
     numbers = RawFlags(is_causal=not isinstance(mask, ShardedMask))
-    rest = (layout, None, strategy, head_groups, False, None, numbers, False, 0)
+    rest = (layout, None, strategy, head_groups, False, None, numbers, None, 0)
     return Request(q, k, v, mask, bias, None, groups, *rest).describe()
 
 

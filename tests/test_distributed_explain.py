@@ -14,6 +14,8 @@ from out_of_tree import registered, replaced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_dmattn
+from flash_dmattn import Sequences
+from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.distributed import SequenceLayout, ShardedMask, explain_context_parallel
 from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
@@ -103,6 +105,9 @@ ROWS = torch.ones(256, 1024) > 0
 STAYS, GATHERED = "rows of this rank, which stay where they are", "sharded by keys, gathered"
 SAME, PARTIAL = "the same on every rank, not sent", "of this rank's rows; DDP and FSDP sum it over ranks"
 SUMMED = "complete, summed over ranks here"
+LISTS = ShardedMask.from_lists(torch.zeros(256, 3, dtype=torch.int64), LAYOUT, 1)
+NAMED = "; they may name any key that is sent"
+DOCUMENTS = Sequences.packed(torch.tensor([0, 512, 1024]))
 REMARKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "rows": (
         {"bias": learned(256, 1024), "mask": ROWS},
@@ -120,6 +125,23 @@ REMARKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "summed": (
         {"bias": learned(1, 1), "sink": learned(4), "reduce_bias_grad": True},
         {"bias": SAME, "gradient of bias": SUMMED, "gradient of sink": SUMMED},
+    ),
+    "distances": (
+        {"bias": Relative(learned(4, 2047), 1023)},
+        {"bias": SAME, "gradient of bias": PARTIAL},
+    ),
+    "band": (
+        {"bias": Band(learned(4, 256, 9), 4)},
+        {"bias": STAYS, "gradient of bias": "complete"},
+    ),
+    "lists": (
+        {"mask": LISTS, "bias": ListBias(learned(4, 256, 3))},
+        {"mask": "lists of " + STAYS.replace("rows of this rank", "this rank's rows") + NAMED, "bias": STAYS}
+        | {"gradient of bias": "complete"},
+    ),
+    "documents": (
+        {"mask": ShardedMask.from_sequences(DOCUMENTS, LAYOUT, 1)},
+        {"2 documents; a call of rows of several reads an interval mask, others none": ""},
     ),
     "groups": (
         {"head_groups": 2, "grad": False},
@@ -164,6 +186,19 @@ def test_what_a_window_sends_is_said() -> None:
     )
     assert explanation.transient_bytes == 6 * 512 * 2 * 2 * 32 * 4
     assert {x.how for x in explained(window_size=(900, 0)).forward_traffic} == {"all_gather"}
+
+
+def test_what_documents_send_is_said() -> None:
+    """A rank of a zigzag layout reads the three chunks of each document that it does not have."""
+    q, k, v = (torch.randn(256, h, 16) for h in (4, 2, 2))
+    over: Any = {"group": dist.group.WORLD, "layout": LAYOUT, "sequences": DOCUMENTS, "is_causal": True}
+    explanation = explain_context_parallel(q, k, v, **over)
+    assert explanation.slices == plan(LAYOUT, 1, 1024, (-1, 0), (0, 512, 512, 1024))
+    assert [(x.start, x.stop, x.is_masked) for x in explanation.slices] == [(0, 256, False), (512, 896, False)]
+    assert "call of rows 128:256: keys 512:896, causal" in str(explanation).splitlines()
+    (keys,) = explanation.forward_traffic
+    # Chunk 1 is read by ranks 2 and 3, chunk 6 by rank 0; this one reads chunks 0, 4 and 5.
+    assert (keys.how, keys.sent, keys.received) == ("all_to_all", 3 * 128 * 2 * 32 * 4, 3 * 128 * 2 * 32 * 4)
 
 
 def test_what_trading_heads_sends_is_said() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, P, ParallelCase, draw, one_process, shard_scores
+from distributed_calls import BIASES, P, ParallelCase, draw, layout_of, one_process, shard_scores
 
+from flash_dmattn import Sequences
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
@@ -21,7 +22,7 @@ from flash_dmattn.distributed.exchange import places_in, runs_read
 from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
-from flash_dmattn.masks import IndexScores, PreparedMask
+from flash_dmattn.masks import IndexScores, PreparedMask, document_mask
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
 from flash_dmattn.reference import formula
 
@@ -177,6 +178,43 @@ def test_the_best_keys_of_ranks_are_those_of_the_whole_call(kind: str, size: int
         assert torch.equal(lists.dense(), layout.shard(whole.dense(), 2, rank))
         if kind == "index":
             assert torch.equal(own.at(kept), layout.shard(scores.at(whole), 2, rank))
+
+
+@pytest.mark.usefixtures("starts")
+@pytest.mark.parametrize("window", [None, (3, -1), (2, 1), (-1, 0), (0, 5)])
+def test_documents_of_ranks_are_those_of_the_whole_call(window: Any) -> None:
+    rng = random.Random(str(window))
+    for name, size in (("zigzag", 1), ("zigzag", 3), ("contiguous", 2), ("balanced", 2)):
+        cu_seqlens = sorted(rng.choices(range(49), k=rng.choice((2, 5, 9))))
+        cu_seqlens[0] = 0
+        used = [rng.choice((n, n // 2)) for n in torch.tensor(cu_seqlens).diff().tolist()]
+        layout = layout_of(name, 48, size)
+        documents = Sequences.packed(torch.tensor(cu_seqlens), seqlens_q=torch.tensor(used))
+        of_row = torch.full((48,), -1)
+        for number, (first, length) in enumerate(zip(cu_seqlens, used)):
+            of_row[first : first + length] = number
+        whole = PreparedMask.from_mask(document_mask(of_row), window_size=window).dense()
+        for rank in range(size):
+            mask = ShardedMask.from_sequences(documents, layout, rank, window_size=window)
+            assert torch.equal(mask.dense(), layout.shard(whole, 2, rank)), (cu_seqlens, used, layout)
+            assert torch.equal(mask.to("cpu").dense(), mask.dense())
+            bounds = mask.documents
+            read = runs_read(layout, rank, 48, window or (-1, -1), bounds)
+            assert all(any(a <= j < b for a, b in read) for j in mask.dense()[0, 0].any(0).nonzero().flatten().tolist())
+
+
+def test_rows_of_one_document_need_no_mask() -> None:
+    layout = SequenceLayout.contiguous(64, 4)
+    documents = Sequences.packed(torch.tensor([0, 5, 16, 64]))
+    masks = [ShardedMask.from_sequences(documents, layout, rank, is_causal=True) for rank in range(4)]
+    assert [mask.masks[0] is None for mask in masks] == [False, True, True, True]
+    assert [plan(layout, rank, 64, (-1, 0), masks[0].documents)[0][2:4] for rank in range(4)] == [
+        (0, 16),
+        (16, 32),
+        (16, 48),
+        (16, 64),
+    ]
+    assert masks[1].form == "intervals" and masks[1].device.type == "cpu"
 
 
 def test_ranks_of_a_head_stand_side_by_side() -> None:

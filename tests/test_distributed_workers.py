@@ -17,6 +17,7 @@ from flash_dmattn.distributed import SequenceLayout
 TOLERANCE = 1e-10
 
 L = partial(P, lists=("B", "1"))
+IN_ONE = partial(P, documents=(0, 3, 8, 17, 32), batch=1)
 U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 
 CASES = {
@@ -37,6 +38,20 @@ CASES = {
     "lists of blocks": L(blocks=(1, 4), relative=ENTRIES["1", "Hq", "R"], window_size=(9, 4), layout="balanced"),
     "lists for blocks": L(blocks=(4, 8), relative=ENTRIES["B", "1", "R"], is_causal=True, layout="contiguous"),
     "lists for blocks, values of rows": L(blocks=(2, 1), relative=ENTRIES["B", "Hk", "Lq"], softcap=2.0),
+    "documents": IN_ONE(is_causal=True, dlse=True),
+    "documents, without causality": IN_ONE(
+        documents=(0, 1, 8, 8, 29), sink="normal", layout="contiguous", bias="keys_of_q"
+    ),
+    "documents, window": IN_ONE(
+        window_size=(5, 2), relative=DISTANCES["relative as long as the keys of a rank"], dlse=True
+    ),
+    "documents, band": IN_ONE(relative=DISTANCES["band of groups"], is_causal=True, groups=2, layout="balanced"),
+    "documents, sharded bias": IN_ONE(documents=(0, 16, 32), bias=("1", "Hk", "1", "Ls"), window_size=(-1, 1)),
+    "documents, prepared": IN_ONE(prepared=True, batch=2, is_causal=True, bias="full", dlse=True),
+    "documents, used in part": IN_ONE(used=(2, 5, 0, 9), is_causal=True, dlse=True),
+    "documents of no position": IN_ONE(documents=(0, 0), is_causal=True),
+    "ulysses, documents": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, dlse=True, bias="keys_of_q"),
+    "ulysses, one document": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, documents=(0, 32)),
     "relative, groups, cross": P(
         relative=DISTANCES["relative, clamped"], seqlen_q=16, seqlen_k=48, groups=2, reduce=True, layout="balanced"
     ),
@@ -80,6 +95,8 @@ ON_A_MESH = {
     "outer of one": P(mesh=(1, 4), strategy="auto", num_heads=8, num_heads_k=8, bias="head", is_causal=True, dlse=True),
     "relative, summed": OVER(relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
     "relative": OVER(relative=DISTANCES["relative, clamped"], seqlen_k=48),
+    "documents": OVER(documents=(0, 3, 8, 17, 32), batch=1, is_causal=True, dlse=True),
+    "documents, trailing": OVER(documents=(0, 16, 31), batch=1, window_size=(4, 4), bias="keys_of_q", reduce=True),
     "lists": OVER(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True),
     "band": OVER(relative=DISTANCES["band"], dlse=True, groups=2, num_heads=8, num_heads_k=4),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
@@ -100,6 +117,9 @@ def test_a_call_over_processes_equals_one_call(case: ParallelCase, size: int) ->
 
 
 WINDOWED = P(window_size=(20, 0), seqlen_q=1024, seqlen_k=1024, num_heads=2, num_heads_k=2, dlse=True)
+IN_DOCUMENTS = WINDOWED.with_(
+    window_size=None, layout="contiguous", batch=1, documents=(0, 250, 520, 620, 1000), used=(200, 262, 9, 380)
+)
 # Calls in which ranks send each other the keys that are read, and no others.
 IN_PARTS: dict[str, ParallelCase] = {
     "plain": WINDOWED.with_(is_causal=True),
@@ -107,6 +127,9 @@ IN_PARTS: dict[str, ParallelCase] = {
     "balanced": WINDOWED.with_(layout="balanced", bias="keys"),
     "bias of pairs": WINDOWED.with_(bias="full", mask="full", batch=1),
     "relative": WINDOWED.with_(relative=DISTANCES["relative"], layout="balanced"),
+    "documents": IN_DOCUMENTS.with_(is_causal=True, documents=(0, 200, 512, 520, 900, 1024), used=()),
+    "documents, sharded": IN_DOCUMENTS.with_(bias="sharded", reduce=True, sink="normal"),
+    "documents, window": IN_DOCUMENTS.with_(window_size=(40, 7), layout="zigzag"),
     "lists": WINDOWED.with_(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], blocks=(1, 16)),
     "band": WINDOWED.with_(relative=DISTANCES["band"], batch=1),
     "groups of heads": WINDOWED.with_(num_heads_k=2, groups=2, bias="group", batch=1),
@@ -197,6 +220,7 @@ REPEATED = {
     "relative": P(relative=DISTANCES["relative"], reduce=True, dtype=torch.bfloat16, is_causal=True),
     "band": P(relative=DISTANCES["band"], dtype=torch.bfloat16, layout="balanced"),
     "lists": L(relative=ENTRIES["B", "Hk", "Lq"], dtype=torch.bfloat16, is_causal=True),
+    "documents": IN_ONE(dtype=torch.bfloat16, is_causal=True, bias="keys_of_q", reduce=True),
 }
 
 
@@ -307,6 +331,11 @@ def test_other_values_on_one_rank_raise_on_all() -> None:
     short = "rank 1: bias has values for distances -20 to 28; it needs those of the call, -31 to 0"
     other = DISTANCES["relative"]._replace(zero=20, number=49)
     assert_all_raise(case, 1, 2, {"relative": other}, {}, "ValueError", short)
+    short, long = "(0, 3, 3, 8, 8, 17, 17, 32)", "(0, 3, 3, 9, 9, 17, 17, 32)"
+    change = {"documents": (0, 3, 9, 17, 32)}
+    assert_all_raise(IN_ONE(), 1, 2, change, {}, "ValueError", differing("documents", short, long, 1, 2))
+    past = "rank 1: cu_seqlens_q ends with 40"
+    assert_all_raise(IN_ONE(), 1, 2, {"documents": (0, 3, 40)}, {}, "ValueError", past)
     case = L(relative=ENTRIES["B", "Hk", "Lq"])
     message = differing("lists", "(1, 1, 7)", "(1, 2, 7)", 1, 2)
     assert_all_raise(case, 1, 2, {"blocks": (1, 2)}, {}, "ValueError", message)
@@ -392,6 +421,7 @@ COMPILED = {
     "gather": P(is_causal=True, bias="full", mask="full", groups=2, dlse=True),
     "relative": P(relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
     "lists": L(relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True),
+    "documents": IN_ONE(batch=2, prepared=True, is_causal=True, bias="head"),
     "summed": P(bias="head", reduce=True, mask="prepared", sink="normal", dlse=True),
     "sharded": P(bias="sharded", mask="sharded", window_size=(5, 2)),
     "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
 
 import torch
@@ -12,9 +13,11 @@ from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
 from ..problem import RawFlags, refuse_keywords
+from ..sequences import Sequences
 from .call import ParallelCall, Request, Strategy, choose_backends
+from .documents import rows_outside
 from .exchange import gather_keys, sum_dtype, sum_gradient
-from .group import Group, agree, groups_of, next_number, refuse_together
+from .group import Group, agree, groups_of, next_number, refuse_together, size_and_rank
 from .layout import SequenceLayout
 from .operators import attend_gathered
 from .slices import ShardedMask
@@ -38,7 +41,7 @@ class ParallelOptions(TypedDict, total=False):
     deterministic: bool | None
     backend: BackendChoice
     sink: Tensor | None
-    sequences: None
+    sequences: Sequences | None
     dropout_p: float
 
 
@@ -105,7 +108,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     backend: BackendChoice = "auto",
     sink: Tensor | None = None,
-    sequences: None = None,
+    sequences: Sequences | None = None,
     dropout_p: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -149,7 +152,11 @@ def context_parallel_attention(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
-        sequences, dropout_p: refused.
+        sequences: a `Sequences` of `Sequences.packed`, of all positions: the documents of the sequence, the same on
+            every rank. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in `attention`, out is (L / W, Hq,
+            Dv) and lse (Hq, L / W). Each query attends to its own document. There is no other mask; a bias is
+            (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance. A NaN in values of a document may reach others.
+        dropout_p: refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
@@ -178,7 +185,7 @@ def context_parallel_attention(
     groups = groups_of(group)
     raw_flags = RawFlags(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
     is_compiling = torch.compiler.is_compiling()
-    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, raw_flags, sequences is not None)
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, raw_flags, sequences)
     number = 0 if is_compiling else next_number(groups)
     request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
     if is_compiling:
@@ -191,18 +198,25 @@ def context_parallel_attention(
     mask, bias, sink = _read_tensors(call)
     if call.trade is not None and call.strategy == "ulysses":
         heads = call.trade.heads
-        mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
+        bias = None if bias is None else heads.cut(bias)
+        own_mask = mask.masks[0] if isinstance(mask, ShardedMask) else None if mask is None else heads.cut(mask)
         flags = call.problem.flags
         added = Relative(bias.squeeze(2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, mask, added, sink, None, raw_flags._replace(return_lse=True))
+        own = prepare_call(q, k, v, own_mask, added, sink, None, raw_flags._replace(return_lse=True))
         out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
-    if call.trade is not None:
-        rows = call.trade.to_rows(out, lse if return_lse else None)
-        return rows if return_lse else rows[0]  # type: ignore[return-value]
-    return (out, lse) if return_lse else out
+    rows = (out, lse) if call.trade is None else call.trade.to_rows(out, lse if return_lse else None)
+    out = rows[0] if sequences is None else rows[0].squeeze(0)
+    if not return_lse or rows[1] is None:
+        return out
+    lse = rows[1]
+    if sequences is not None:
+        # Rows of no sequence have no sink.
+        outside = None if sink is None else rows_outside(sequences, layout, size_and_rank(groups)[1])
+        lse = (lse if outside is None else lse.masked_fill(outside, -math.inf)).squeeze(0)
+    return out, lse
 
 
 @torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself

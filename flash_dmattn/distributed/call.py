@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +17,11 @@ from ..masks import PreparedMask
 from ..masks.arguments import integer
 from ..problem import AttentionProblem, NeedsGrad, RawFlags, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
+from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
+from .documents import Documents, in_words, kept_of, key_of, read_documents
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
-from .group import Members, Shared, check_layout
+from .group import Members, Shared, check_layout, size_and_rank
 from .layout import SequenceLayout
 from .slices import HeadGroup, ShardedMask, Slice, plan, slice_problem
 
@@ -45,6 +46,7 @@ class ParallelCall(NamedTuple):
         head_groups: in how many groups of key-value heads "gather" goes, one after the other.
         sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
         trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
+        documents: of packed sequences; () without.
     """
 
     problem: AttentionProblem
@@ -60,6 +62,7 @@ class ParallelCall(NamedTuple):
     head_groups: int
     sends_parts: bool
     trade: HeadTrade | None
+    documents: Documents
 
     @property
     def mask_needs_keys(self) -> bool:
@@ -77,20 +80,25 @@ class ParallelCall(NamedTuple):
     @property
     def route(self) -> Route:
         """Between which ranks keys travel, and which."""
-        over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat)
+        over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat, self.documents)
         return Route(*over, *self.problem.window, self.sends_parts, self.request.number)
 
     @property
     def slices(self) -> tuple[Slice, ...]:
         """The calls that this rank makes: one for each run of its rows, or one for all rows of its heads."""
         if self.strategy == "ulysses":
-            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window),)
-        return plan(self.layout, self.members.rank, self.layout_k.length, self.problem.window)
+            is_masked = self.documents != (0, self.layout.length)
+            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window, is_masked=is_masked),)
+        return self.slices_of(self.members.rank)
+
+    def slices_of(self, rank: int) -> tuple[Slice, ...]:
+        """The calls that a rank of "gather" makes."""
+        return plan(self.layout, rank, self.layout_k.length, self.problem.window, self.documents)
 
     def keys_held(self, rank: int) -> int:
         if not self.sends_parts:
             return self.layout_k.length
-        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
+        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window, self.documents))
 
     def problems(self) -> list[AttentionProblem]:
         """Return the different problems among the calls of all ranks. One choice of backends has to serve them all."""
@@ -104,7 +112,7 @@ class ParallelCall(NamedTuple):
         parts = dict.fromkeys(
             (part._replace(row=0, row_stop=part.seqlen_q, shift=part.shift * has_distances), self.keys_held(rank))
             for rank in range(self.members.size)
-            for part in plan(self.layout, rank, self.layout_k.length, p.window)
+            for part in self.slices_of(rank)
         )
         ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
         heads = HeadGroup(0, self.head_groups)  # the other groups are like it
@@ -126,6 +134,7 @@ class ParallelCall(NamedTuple):
             "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
             **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
+            "documents": in_words(self.documents),
             "keys sent": "those that are read" if self.sends_parts else "all",
             **{name: getattr(p, name) for name in _SAME},
             "requires_grad": ", ".join(needed) or "nothing",
@@ -157,20 +166,15 @@ class Request(NamedTuple):
     reduce_bias_grad: bool
     exchange_dtype: torch.dtype | None
     raw_flags: RawFlags
-    has_sequences: bool
+    sequences: Sequences | None
     number: int
     by_distance: ByDistance | None = None
     is_list_bias: bool = False
 
     def describe(self) -> ParallelCall:
         """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed."""
-        check_layout(self.layout, math.prod([one.size for one in self.groups]))
-        q, k, v = follow_autocast(self.q, self.k, self.v)
-        if self.has_sequences:
-            raise ValueError(
-                "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
-                "flash_dmattn.masks.document_mask"
-            )
+        check_layout(self.layout, size_and_rank(self.groups)[0])
+        q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_tokens()))
         if self.raw_flags.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.raw_flags.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
@@ -192,6 +196,26 @@ class Request(NamedTuple):
                 f"exchange_dtype is {self.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}"
             )
         return call
+
+    def _rows_of_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of packed sequences with a batch of 1; refuse what cannot go beside these."""
+        mask, bias = self.mask, self.bias
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                has = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+                raise ValueError(f"{name} has {has}; beside sequences it needs (tokens of this rank, heads, head_dim)")
+        if mask is not None:
+            raise ValueError(f"mask is a {type(mask).__name__} beside sequences, which are a mask; it needs to be None")
+        if self.layout_k not in (None, self.layout):
+            raise ValueError("layout_k is not layout; beside sequences keys need to be where the queries are")
+        is_by_position = isinstance(bias, Tensor) and (bias.dim() != 3 or (bias.shape[1] > 1 and bias.shape[2] > 1))
+        if is_by_position:
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; beside sequences over ranks it needs (heads, 1, keys) or "
+                "(heads, tokens of this rank, 1), or to be a bias by distance"
+            )
+        q, k, v = (x.unsqueeze(0) for x in self[:3])
+        return q, k, v
 
     def _list_values(self) -> Tensor:
         """Return the values of a `ListBias`, with what its ordinary bias adds; refuse a mask without lists."""
@@ -260,14 +284,19 @@ class Request(NamedTuple):
         layout, layout_k = self.layout, self._check_layouts(members.size)
         raw_flags, by_distance = self.raw_flags, self.by_distance
         every_mask = _with_all_keys(mask, layout_k)
+        documents: Documents = ()
+        if self.sequences is not None:
+            documents = read_documents(self.sequences, layout.length)
+            no_mask = torch.empty(0, dtype=torch.bool, device=q.device)
+            every_mask = _without_memory(no_mask, 1, 1, layout.local_length, layout_k.length)
         has_values = by_distance is not None or self.is_list_bias
         every_bias = bias if has_values else _with_all_keys(bias, layout_k)
         if isinstance(mask, ShardedMask):
-            raw_flags = _check_sharded(mask, raw_flags, members, layout, layout_k)
+            raw_flags, documents = _check_sharded(mask, raw_flags, members, layout, layout_k), mask.documents
         if isinstance(mask, ShardedMask) and mask.form == "lists":
             every_mask = _one_of_lists(mask)
         elif isinstance(mask, ShardedMask):
-            no_mask = torch.empty(0, dtype=torch.bool, device=mask.device)
+            no_mask = torch.empty(0, dtype=torch.bool, device=q.device if documents else mask.device)
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
@@ -275,10 +304,10 @@ class Request(NamedTuple):
                 "flash_dmattn.distributed, by from_mask or from_lists, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
-        # Which distances need a value depends on all rows; here they count as those of a rank.
-        of_rank = None if by_distance is None else by_distance._replace(outside="zero")
-        kinds = {"by_distance": of_rank, "is_list_bias": self.is_list_bias}
-        problem, _, _ = describe(PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags, **kinds))
+        # The distances that need a value depend on all rows, and are checked below.
+        numbers = None if by_distance is None else by_distance._replace(outside="zero")
+        own = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
+        problem, _, _ = describe(own._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
         if by_distance is not None and bias is not None:
             if by_distance.outside == "error":
                 check_covered(bias.shape[-1], by_distance.zero, layout.length, layout_k.length, problem.window)
@@ -288,12 +317,15 @@ class Request(NamedTuple):
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
-        problem = _as_read(problem, mask, bias, layout_k)
-        share = share_moved(layout, layout_k, problem.window)
+        share = share_moved(layout, layout_k, problem.window, documents)
         share = share if share <= CLEAR_SHARE else 1.0
         has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
         heads = problem.num_heads, problem.num_heads_k
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
+        if self.sequences is not None:
+            where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
+            mask = _mask_of(self.sequences, *where, problem)
+        problem = _as_read(problem, mask, bias, layout_k)
         return ParallelCall(
             problem,
             passed,
@@ -308,6 +340,7 @@ class Request(NamedTuple):
             _check_head_groups(self.head_groups, problem, bias),
             strategy == "gather" and share < 1,
             HeadTrade(members, layout, layout_k, problem.num_heads_k, self.number) if strategy == "ulysses" else None,
+            documents,
         )
 
     def _check_layouts(self, size: int) -> SequenceLayout:
@@ -335,13 +368,23 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
+def _mask_of(sequences: Sequences, layout: SequenceLayout, rank: int, problem: AttentionProblem) -> ShardedMask:
+    """Make the mask of documents, once for all layers."""
+    band: dict[str, Any] = {"is_causal": problem.is_causal, "window_size": problem.window_size}
+    # A backward pass cannot save tensors of inference mode.
+    key = (*key_of(sequences), layout, rank, *band.values(), torch.is_inference_mode_enabled())
+    mask: ShardedMask = kept_of(sequences, key, lambda: ShardedMask.from_sequences(sequences, layout, rank, **band))
+    return mask
+
+
 def _one_of_lists(mask: ShardedMask) -> PreparedMask:
     """Return a placeholder for the lists of all rows of a rank: sizes and the band of the call, without memory."""
     own = [lists_beside(one) for one in mask.masks]
     number, first = sum(x.keys.shape[2] for x in own), own[0]
     keys = _without_memory(first.keys, *first.keys.shape[:2], number, first.keys.shape[3])
-    sizes = {"seqlen_q": mask.layout.local_length, "seqlen_k": mask.layout_k.length, "keys": keys}
-    return replace(first, **sizes, is_causal=mask.is_causal, window_size=mask.window_size)
+    rows, every_key = mask.layout.local_length, mask.layout_k.length
+    band: dict[str, Any] = {"is_causal": mask.is_causal, "window_size": mask.window_size}
+    return replace(first, seqlen_q=rows, seqlen_k=every_key, keys=keys, **band)
 
 
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
@@ -381,7 +424,7 @@ def _as_read(
 ) -> AttentionProblem:
     """Describe mask and bias as slices read them: prepared, gathered, or in the dtype of the sum of its gradients."""
     if isinstance(mask, ShardedMask):
-        form = mask.masks[0].form
+        form = mask.form
         rows = 1 if form == "keys" else problem.seqlen_q
         prepared = unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k))
         problem = problem._replace(mask=prepared, mask_form=form)
@@ -437,7 +480,7 @@ def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
         return choose(call.problems()[0], requested)
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose_pair(call.problems(), requested)
-    shape = (call.problem, call.layout, call.head_groups, call.sends_parts)
+    shape = (call.problem, call.layout, call.documents, call.head_groups, call.sends_parts)
     key = (*shape, requested, disabled(), BACKENDS.version)
     return _pairs.find(key, lambda: _choose_pair(call.problems(), requested))
 

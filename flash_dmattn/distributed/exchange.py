@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..definition import define
+from .documents import Documents, in_words
 from .group import Members, agree_within, process_group
 from .layout import Interval, SequenceLayout, from_flat
 from .slices import HeadGroup, Slice, plan
@@ -82,10 +83,12 @@ def places_in(held: Runs, parts: tuple[Slice, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + part.seqlen_k) for start, part in zip(starts, parts))
 
 
-def runs_read(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> Runs:
+def runs_read(
+    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
+) -> Runs:
     """Return the keys that the slices of a rank read; arguments as for `plan`."""
     runs: list[Interval] = []
-    for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window)):
+    for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window, documents)):
         if start == stop:
             continue
         if runs and start <= runs[-1][1]:
@@ -111,14 +114,19 @@ def common(first: Runs, second: Runs) -> Runs:
 
 @lru_cache(maxsize=256)
 def moves_of(
-    layout: tuple[int, ...], layout_k: tuple[int, ...], rank: int, window: tuple[int, int], all_held: bool = False
+    layout: tuple[int, ...],
+    layout_k: tuple[int, ...],
+    rank: int,
+    window: tuple[int, int],
+    all_held: bool = False,
+    documents: Documents = (),
 ) -> Moves:
     """Return the moves of a rank; with `all_held` its tensor has room for all keys, read or not.
 
     Layouts are `SequenceLayout.flat`, and the window has causality folded in.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
-    reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
+    reads = [runs_read(rows, r, keys.length, window, documents) for r in range(rows.world_size)]
     own, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
     sends = tuple(common(own, runs) for runs in reads)
     receives = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
@@ -138,18 +146,23 @@ def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int
     return tuple(pieces)
 
 
-def share_moved(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> float:
+def share_moved(
+    layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int], documents: Documents = ()
+) -> float:
     """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1."""
-    if window[0] < 0 or layout.world_size == 1:  # the last row reads back to the first key, or nothing moves
+    # The last row reads back to the first key, or nothing moves.
+    if (window[0] < 0 and not documents) or layout.world_size == 1:
         return 1.0
-    return _share_moved(layout.flat, layout_k.flat, window)
+    return _share_moved(layout.flat, layout_k.flat, window, documents)
 
 
 @lru_cache(maxsize=256)
-def _share_moved(layout: tuple[int, ...], layout_k: tuple[int, ...], window: tuple[int, int]) -> float:
+def _share_moved(
+    layout: tuple[int, ...], layout_k: tuple[int, ...], window: tuple[int, int], documents: Documents
+) -> float:
     rows, keys = from_flat(layout), from_flat(layout_k)
     ranks = range(rows.world_size)
-    reads = [runs_read(rows, rank, keys.length, window) for rank in ranks]
+    reads = [runs_read(rows, rank, keys.length, window, documents) for rank in ranks]
     kept = [length_of(common(keys.runs(rank), reads[rank])) for rank in ranks]
     # From one place to the next both the owner and the number of readers are the same.
     owner_from = {start: rank for rank in ranks for start, _ in keys.runs(rank)}
@@ -292,13 +305,17 @@ def _exchange(
     return Pending(work, sent, received, unpack)
 
 
-ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right, bool sends_parts, int number"
+ROUTE = (
+    "str group, int rank, int[] layout, int[] layout_k, int[] documents, int left, int right, bool sends_parts, "
+    "int number"
+)
 
 
 class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
-    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` is whether
+    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in; `documents` are of packed
+    sequences. `sends_parts` is whether
     ranks send each other the keys that are read; else every rank gets all of them. `number` counts the calls, so that
     ranks know each other's backward passes; it is 0 in a compiled graph.
     """
@@ -307,19 +324,21 @@ class Route(NamedTuple):
     rank: int
     layout: tuple[int, ...]
     layout_k: tuple[int, ...]
+    documents: Documents
     left: int
     right: int
     sends_parts: bool
     number: int
 
     @classmethod
-    def of(cls, group: str, rank: int, layout: Sequence[int], layout_k: Sequence[int], *rest: Any) -> Route:
+    def of(cls, group: str, rank: int, *rest: Any) -> Route:
         """Make it of the arguments of an operator, which has lists for tuples."""
-        return cls(group, rank, tuple(layout), tuple(layout_k), *rest)
+        numbers: list[Any] = [*map(tuple, rest[:3]), *rest[3:]]
+        return cls(group, rank, *numbers)
 
     @property
     def parts(self) -> tuple[Slice, ...]:
-        return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right))
+        return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right), self.documents)
 
     @property
     def held(self) -> Runs:
@@ -328,11 +347,12 @@ class Route(NamedTuple):
 
     def moves(self, all_held: bool = False) -> Moves:
         """Return which keys ranks send each other, where they send parts."""
-        return moves_of(self.layout, self.layout_k, self.rank, (self.left, self.right), all_held)
+        window = (self.left, self.right)
+        return moves_of(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
 
     def compare(self, direction: str, **values: object) -> None:
         """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""
-        own = self._asdict()
+        own = {**self._asdict(), "documents": in_words(self.documents)}
         del own["rank"]
         agree_within(self.group, direction, self.number, {**values, **own})
 

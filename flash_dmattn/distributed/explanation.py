@@ -148,8 +148,8 @@ def explain_context_parallel(
     arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
     requested = choice_in_force(arguments.pop("backend"))
     raw_flags = RawFlags(**{name: arguments.pop(name) for name in RawFlags._fields if name in arguments})
-    groups, has_sequences = groups_of(arguments.pop("group")), arguments.pop("sequences") is not None
-    call = Request(**arguments, groups=groups, raw_flags=raw_flags, has_sequences=has_sequences, number=0).describe()
+    groups = groups_of(arguments.pop("group"))
+    call = Request(**arguments, groups=groups, raw_flags=raw_flags, number=0).describe()
     layout_k = call.request.layout_k
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()
@@ -311,7 +311,9 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
     """Yield what stays, what gradients are of, and in which dtype they are sent and summed."""
     needs = call.problem.needs_grad
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
-        if is_sharded:
+        if name == "mask" and call.documents:
+            yield f"{len(call.documents) // 2} documents; a call of rows of several reads an interval mask, others none"
+        elif is_sharded:
             yield f"{name}: sharded by keys, gathered"
         elif isinstance(x, ShardedMask) and x.form == "lists":
             yield "mask: lists of this rank's rows, which stay where they are; they may name any key that is sent"
@@ -331,7 +333,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         sent, total = (dtype_name(x) for x in (call.request.exchange_dtype or dtype, sum_dtype(dtype)))
         yield f"gradients of k and v: sent in {sent}, summed in {total} in the order of ranks"
     if call.sends_parts:
-        share = share_moved(call.layout, call.layout_k, call.problem.window)
+        share = share_moved(call.layout, call.layout_k, call.problem.window, call.documents)
         yield f"ranks send the keys that others read: no rank more than {share:.1%} of what an all_gather would"
     if call.head_groups > 1:
         yield f"key-value heads go in {call.head_groups} groups, each on its way while the one before it is computed"

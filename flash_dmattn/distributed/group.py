@@ -77,6 +77,14 @@ def groups_of(group: Group) -> tuple[Members, ...]:
     return (_members_of(group),)
 
 
+def size_and_rank(groups: tuple[Members, ...]) -> tuple[int, int]:
+    """Return how many ranks there are, and which of the layout this one is; the inner dim of a mesh comes first."""
+    size, rank = 1, 0
+    for members in groups:
+        size, rank = size * members.size, rank + size * members.rank
+    return size, rank
+
+
 def check_layout(layout: SequenceLayout, size: int, name: str = "layout") -> None:
     """Refuse anything but a layout of as many ranks."""
     if not isinstance(layout, SequenceLayout):
@@ -112,9 +120,7 @@ class use_context_parallel(Block):
     """
 
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
-        size, rank = 1, 0
-        for members in groups_of(group):  # the inner dim of a mesh first
-            size, rank = size * members.size, rank + size * members.rank
+        size, rank = size_and_rank(groups_of(group))
         check_layout(layout, size)
         super().__init__(Blocks(parallel=InContext(group, layout, rank)))
         self._layout = layout

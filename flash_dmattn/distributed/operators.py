@@ -138,13 +138,13 @@ class RankRows(NamedTuple):
         self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
         """Return the call of one slice and one group of heads."""
-        query_heads, flags = heads.of(self.q.shape[2]), self.flags
+        query_heads, flags, (rows, last) = heads.of(self.q.shape[2]), self.flags, self._place_in_bias(part)
         inputs = Inputs(
             self.q[:, part.rows, query_heads],
             k[:, keys],
             v[:, keys],
             view_of_heads(view, heads),
-            None if self.bias is None else heads.cut(self.bias[(..., *self._place_in_bias(part))]),
+            None if self.bias is None else heads.cut(self.bias[:, :, rows, last]),
             None if self.sink is None else self.sink[query_heads],
         )
         zero = flags.zero + part.shift if flags.outside else 0
@@ -494,6 +494,9 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
         own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
+        if own is None:
+            views.append(MaskView())
+            continue
         problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
         views.append(view_of(problem, choose_form(problem, *pair), own))
     return views

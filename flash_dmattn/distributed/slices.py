@@ -27,6 +27,8 @@ from ..problem import (
     unpacked_spec,
     values_can_be_read,
 )
+from ..sequences import Sequences
+from .documents import Documents, limits_of, read_documents, rows_seeing
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -37,7 +39,8 @@ class Slice(NamedTuple):
     """One ordinary call: rows `row` to `row_stop` of a rank's tensors over keys `start` to `stop` in global order.
 
     `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0. A pair has `shift` more
-    as its distance in the whole call than in this one, because each call is aligned at its own end.
+    as its distance in the whole call than in this one, because each call is aligned at its own end. `is_masked` is
+    False where all rows and keys are of one document, so that the mask of documents hides nothing.
     """
 
     row: int
@@ -46,6 +49,7 @@ class Slice(NamedTuple):
     stop: int
     window: tuple[int, int]
     shift: int = 0
+    is_masked: bool = True
 
     @property
     def rows(self) -> slice:
@@ -100,29 +104,44 @@ class HeadGroup(NamedTuple):
 
 
 def slice_keys(
-    a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
+    a: int,
+    b: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window: tuple[int, int],
+    alignment: int,
+    limits: tuple[int, int] | None = None,
 ) -> tuple[int, int, tuple[int, int]]:
     """Return (start, stop, window): the keys that rows [a, b) of a call need, and their window in a call of their own.
 
     None of the rows attends to a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b)
-    on keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
+    on keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative. `limits`
+    are the first key that the rows may see, which may be no multiple, and the one behind the last.
     """
     left, right = window
     offset = seqlen_k - seqlen_q
     stop = seqlen_k if right < 0 else max(0, min(seqlen_k, b + offset + right))
     start = 0 if left < 0 else min(max(0, a + offset - left), stop) // alignment * alignment
+    if limits is not None:
+        start, stop = max(start, limits[0]), min(stop, limits[1])
     if start >= stop:
         return stop, stop, (-1, -1)
     shift = stop - b - offset
     return start, stop, (left + shift if left >= 0 else -1, right - shift if right >= 0 else -1)
 
 
-def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Slice, ...]:
-    """Return the calls of one rank; the window is the one of the whole call, with causality folded in."""
+def plan(
+    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
+) -> tuple[Slice, ...]:
+    """Return the calls of one rank; the window is the one of the whole call, with causality folded in.
+
+    With documents, of as many queries as keys, a call has the keys of the documents that its rows belong to.
+    """
     slices, row = [], 0
     for a, b in layout.runs(rank):
-        start, stop, own = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)
-        slices.append(Slice(row, row + b - a, start, stop, own, stop - b - (seqlen_k - layout.length)))
+        first, last, is_one = limits_of(documents, a, b) if documents else (0, seqlen_k, False)
+        start, stop, own = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
+        slices.append(Slice(row, row + b - a, start, stop, own, stop - b - (seqlen_k - layout.length), not is_one))
         row += b - a
     return tuple(slices)
 
@@ -131,6 +150,8 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
     """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
     left, right = part.window
     causal = right == 0
+    if not part.is_masked:
+        rank = rank._replace(mask=None, mask_form="none")
     zero = rank.flags.zero + part.shift if rank.relative is not None else 0
     num_heads_k = max(1, rank.num_heads_k // heads.number)
     return rank._replace(
@@ -185,7 +206,9 @@ class ShardedMask:
         rank: whose rows these are.
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
         batch, heads: (Bm, Hm), each 1 or as many as in the calls.
-        masks: a `PreparedMask` for each interval of the rank, on the keys that its rows can see.
+        masks: a `PreparedMask` for each interval of the rank, on the keys that its rows can see; None where all of
+            these are of one document.
+        documents: of packed sequences: where each begins and ends, (begin, end, begin, end, ...); () without.
     """
 
     layout: SequenceLayout
@@ -195,7 +218,8 @@ class ShardedMask:
     window_size: tuple[int, int]
     batch: int
     heads: int
-    masks: tuple[PreparedMask, ...]
+    masks: tuple[PreparedMask | None, ...]
+    documents: Documents = ()
 
     @classmethod
     def from_mask(
@@ -260,6 +284,51 @@ class ShardedMask:
         ]
         batch, heads = scores.shape[:2]
         return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, tuple(masks))
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequences,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> ShardedMask:
+        """Prepare the mask of packed documents for the rows of a rank: a query sees its own document; nothing is sent.
+
+        `context_parallel_attention(..., sequences=sequences)` makes it, once for all layers. Made here it serves calls
+        in graphs of `torch.compile`, and calls with more than one entry in the batch. It takes O(length) of memory.
+
+        Args:
+            sequences: of `Sequences.packed`, with as many keys as queries; the same on every rank. Their values are
+                read, once, so the program waits for the device.
+            layout: of queries and keys.
+            rank: whose rows these are.
+            is_causal, window_size: as in `attention`; calls must not repeat them.
+
+        Raises:
+            TypeError, ValueError: the sequences are of another kind, or do not fit the layout.
+
+        >>> import torch
+        >>> from flash_dmattn import Sequences
+        >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask
+        >>> documents = Sequences.packed(torch.tensor([0, 3, 8]))
+        >>> mask = ShardedMask.from_sequences(documents, SequenceLayout.zigzag(8, 2), 1, is_causal=True)
+        >>> mask.dense()[0, 0].int().tolist()
+        [[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0]]
+        """
+        documents = read_documents(sequences, layout.length)
+        is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+        masks: list[PreparedMask | None] = []
+        window = causal_window(is_causal, window_size)
+        for (a, _), part in zip(layout.runs(rank), plan(layout, rank, layout.length, window, documents), strict=True):
+            if part.is_masked:
+                first, last = (x.sub(a).to(sequences.device) for x in rows_seeing(documents, part.start, part.stop))
+                masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
+            else:
+                masks.append(None)
+        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), documents)
 
     @classmethod
     def from_lists(
@@ -433,7 +502,7 @@ class ShardedMask:
     @property
     def form(self) -> MaskForm:
         """The form of its masks: see `PreparedMask`."""
-        return self.masks[0].form
+        return next((mask.form for mask in self.masks if mask is not None), "intervals")
 
     @property
     def lists(self) -> PreparedMask:
@@ -445,7 +514,7 @@ class ShardedMask:
             TypeError: it has no lists.
         """
         own = [lists_beside(mask) for mask in self.masks]
-        parts = plan(self.layout, self.rank, self.layout_k.length, causal_window(self.is_causal, self.window_size))
+        parts = self._parts
         block_size, rows, keys = own[0].block_size, self.layout.local_length, self.layout_k.length
         firsts = [part.start // block_size[1] for part in parts]
         named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, own, strict=True)]
@@ -454,21 +523,28 @@ class ShardedMask:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.masks[0].device
+        """Where its tensors are; the CPU where it needs none."""
+        return next((mask.device for mask in self.masks if mask is not None), torch.device("cpu"))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedMask:
         """Return the same mask on a device, as `torch.Tensor.to` does."""
-        return replace(self, masks=tuple(mask.to(device, non_blocking=non_blocking) for mask in self.masks))
+        masks = [None if mask is None else mask.to(device, non_blocking=non_blocking) for mask in self.masks]
+        return replace(self, masks=tuple(masks))
 
     def dense(self) -> Tensor:
         """Return the bool mask of the rank's rows over all keys, band included: (Bm, Hm, Lq / W, Lk)."""
         shape = (self.batch, self.heads, self.layout.local_length, self.layout_k.length)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        window = causal_window(self.is_causal, self.window_size)
-        for part, mask in zip(plan(self.layout, self.rank, self.layout_k.length, window), self.masks):
-            dense[:, :, part.rows, part.keys] = mask.dense()
+        for part, mask in zip(self._parts, self.masks, strict=True):
+            every = dense.new_ones(1, 1, part.seqlen_q, part.seqlen_k)
+            own = PreparedMask.from_mask(every, window_size=part.window) if mask is None else mask
+            dense[:, :, part.rows, part.keys] = own.dense()
         return dense
+
+    @property
+    def _parts(self) -> tuple[Slice, ...]:
+        window = causal_window(self.is_causal, self.window_size)
+        return plan(self.layout, self.rank, self.layout_k.length, window, self.documents)
 
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`: the class itself, which `torch.load` may call.

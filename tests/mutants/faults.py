@@ -673,6 +673,27 @@ _PYTHON = (
         (f"{_WORKERS}test_a_call_over_processes_equals_one_call[band-2]",),
     ),
     Fault(
+        "a slice of a document that goes on has a mask",
+        "flash_dmattn/distributed/documents.py",
+        "and b <= ends[first]",
+        "and b < ends[first]",
+        ("tests/test_distributed_slices.py::test_rows_of_one_document_need_no_mask",),
+    ),
+    Fault(
+        "a slice ends with its last document, and its window may be negative",
+        "flash_dmattn/distributed/documents.py",
+        "max(ends[last], b), first",
+        "ends[last], first",
+        ("tests/test_distributed_slices.py::test_documents_of_ranks_are_those_of_the_whole_call",),
+    ),
+    Fault(
+        "rows of no sequence have a sink",
+        "flash_dmattn/distributed/api.py",
+        "None if sink is None else rows_outside",
+        "None if True else rows_outside",
+        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[documents, without causality-2]",),
+    ),
+    Fault(
         "entries of lists count from the first of all keys in a slice",
         "flash_dmattn/distributed/slices.py",
         "torch.where(seen, own - first, -1)",

@@ -1,0 +1,119 @@
+"""Packed documents over ranks: their bounds as host ints, and which rows of a rank may see a key."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..definition import listed
+from ..remembered import Kept
+from ..sequences import Sequences
+from .layout import SequenceLayout
+
+T = TypeVar("T")
+# Where each document begins and ends in the sequence that ranks share: (begin, end, begin, end, ...), ascending.
+Documents = tuple[int, ...]
+
+_kept = Kept()
+
+
+def key_of(sequences: Sequences) -> tuple[int, ...]:
+    """Return the ids of the tensors of sequences."""
+    return tuple(id(x) for x in _tensors(sequences))
+
+
+def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    """Return what was made of sequences for a key that has their ids: once for all layers, until they change."""
+    made: T = _kept.get(key, _tensors(sequences), make)
+    return made
+
+
+def _tensors(sequences: Sequences) -> list[Tensor]:
+    one = (sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqlens_q, sequences.seqlens_k)
+    return [x for x in one if x is not None]
+
+
+def read_documents(sequences: Sequences, length: int) -> Documents:
+    """Return the bounds of packed sequences, read from the device once for as long as they stay the same.
+
+    Raises:
+        TypeError, ValueError: they are of another kind, reach past `length` or have other keys than queries.
+    """
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    if sequences.layout != "packed":
+        raise ValueError(
+            f"sequences are {sequences.layout}; ranks that share a sequence need Sequences.packed, of all positions"
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "sequences is set in a graph of torch.compile, which cannot read where they begin; make "
+            "flash_dmattn.distributed.ShardedMask.from_sequences outside, and pass it as the mask"
+        )
+
+    def read() -> Documents:
+        every = torch.empty((), device=sequences.device).expand(length, 1, 1)
+        sequences.check(every, every)
+        bounds = listed(sequences.bounds_of(sequences.spec_of(length, length)))
+        if any(row[:2] != row[2:] for row in bounds):
+            raise ValueError("sequences have other keys than queries; ranks that share a sequence need the same")
+        ends = [end for first, number, *_ in bounds for end in (first, first + number) if number]
+        return tuple(ends) or (0, 0)  # of no position: () would be no documents
+
+    documents: Documents = kept_of(sequences, (*key_of(sequences), length), read)
+    return documents
+
+
+def in_words(documents: Documents) -> str:
+    """Return their bounds for comparisons and messages; a hash of many bounds, which takes less time to send."""
+    if len(documents) <= 16:
+        return str(documents)
+    return f"{documents[:8]} ..., {len(documents) // 2} in all, hash {hash(documents)}"
+
+
+def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
+    """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether all are rows of one.
+
+    `stop` is at least b, so that no side of a window in a slice is negative.
+
+    >>> limits_of((0, 4, 4, 10), 5, 7), limits_of((0, 4, 4, 10), 2, 7), limits_of((0, 4), 5, 7)
+    ((4, 10, True), (0, 10, False), (7, 7, False))
+    """
+    begins, ends = documents[::2], documents[1::2]
+    first, last = bisect_right(ends, a), bisect_left(begins, b) - 1
+    if first > last:
+        return b, b, False
+    return begins[first], max(ends[last], b), first == last and begins[first] <= a and b <= ends[first]
+
+
+# Dynamo traces no bisection; bounds are numbers for it.
+setattr(limits_of, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
+
+
+def rows_outside(sequences: Sequences, layout: SequenceLayout, rank: int) -> Tensor | None:
+    """Return which rows of a rank are of no sequence, bool (rows,), made once for all layers; None where all are."""
+
+    def make() -> tuple[Tensor | None]:
+        begins, ends = rows_seeing(read_documents(sequences, layout.length), 0, layout.length)
+        is_outside = layout.shard(begins == ends, 0, rank)
+        return (is_outside.to(sequences.device) if bool(is_outside.any()) else None,)
+
+    (found,) = kept_of(sequences, (*key_of(sequences), "rows outside", layout, rank), make)
+    return found
+
+
+def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return the first row that sees each key of [start, stop), and the row behind the last one; int64, on the host.
+
+    >>> [x.tolist() for x in rows_seeing((0, 2, 3, 5), 1, 5)]
+    [[0, 0, 3, 3], [2, 0, 5, 5]]
+    """
+    bounds, keys = torch.tensor(documents).view(-1, 2), torch.arange(start, stop)
+    own = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
+    begins, ends = bounds[own.clamp(min=0)].unbind(1)
+    is_outside = (own < 0) | (keys >= ends)
+    return begins.masked_fill(is_outside, 0), ends.masked_fill(is_outside, 0)
