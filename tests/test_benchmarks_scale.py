@@ -31,6 +31,7 @@ def test_a_quick_run_of_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         "causal, bias (B,Hq,L,L), 128, 4 on 2",
         "top-32, bias (B,Hq,1,L), 256, 4 on 2",
         "documents of 32, 256, 4 on 2",
+        "lists of 32 keys, bias of entries, 256, 4 on 2",
     ]
     for row in ours:
         names = ["out", "dq", "dk", "dv"] + (["dbias"] if "bias" in row["case"] else [])
@@ -111,6 +112,37 @@ def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
     assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
 
 
+def test_documents_by_hand() -> None:
+    fits, crosses = Layer(25600, document=6400), Layer(25600, document=25600)
+    assert fits.share(2) == fits.share(4) == 0.0 and fits.balance(2) == fits.balance(4) == 1.0
+    halves = Layer(25600, document=12800)  # whole on two ranks, shared by four
+    assert halves.layout(2).intervals == (((0, 12800),), ((12800, 25600),)) and halves.share(2) == 0.0
+    assert halves.layout(4).intervals[0] == ((0, 3200), (22400, 25600))
+    pairs = [6400 * 6401 / 2 - 3200 * 3201 / 2, 12800 * 12801 / 2 - 9600 * 9601 / 2]
+    assert (
+        halves._pairs(6400) - halves._pairs(3200) == pairs[0] and halves._pairs(12800) - halves._pairs(9600) == pairs[1]
+    )
+    assert crosses.share(2) == 1.0 and crosses.balance(2) == pytest.approx(1.0, abs=1e-3)
+    uneven = Layer(25600, document=19200)  # rows 0 to 19200, and 19200 to 25600 begin anew
+    own = [sum(range(1, 6401)) + sum(range(1, 6401)), sum(range(6401, 19201))]
+    assert uneven.balance(2) == pytest.approx(max(own) * 2 / sum(own))
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5, document=19200)
+    plain, x = model.predict(PLAIN, LAYER, 2), model.predict(PLAIN, layer, 2)
+    assert x is not None and plain is not None
+    longer = 3.2768e-3 * 4.25 / 4 * (uneven.balance(2) - 1)
+    assert x.forward - plain.forward == pytest.approx(longer - (1 - layer.share(2)) * 0.128e-3, rel=1e-4)
+
+
+def test_lists_by_hand() -> None:
+    """They take time at rates of their own, gather every key, and trade no heads over one dim."""
+    machine = model.replace(PLAIN, lists_forward_tflops=50.0, lists_backward_tflops=25.0)
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5, listed=100)
+    one, plain = model.one_gpu(machine, layer), model.one_gpu(machine, LAYER)
+    assert one == pytest.approx((plain[0] * 2, plain[1] * 4)) and layer.share(2) == 1.0
+    assert model.best(machine, layer, 2, "ulysses") is None and model.best(machine, layer, 2, "gather") is not None
+    assert model.density_of(8, 3 - 1) == (1 + 2 + 3 * 6) / 64
+
+
 def test_examples() -> None:
     done = doctest.testmod(model)
     assert done.attempted and not done.failed
@@ -131,5 +163,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     model.main(["--lengths", "32768", "--gpus", "2", "--kv-heads", "8", "--window", "1024"])
     windowed = Layer(32768, window=1024, density=model.density_of(32768, 1024))
     assert capsys.readouterr().out.partition("\n\n")[2].strip() == model.table(Machine(), [windowed], [2])
+    for name, value, density in (("document", 1024, 1025 / 65536), ("listed", 64, model.density_of(32768, 63))):
+        model.main(["--lengths", "32768", "--gpus", "2", "--kv-heads", "8", f"--{name}", str(value)])
+        own = Layer(32768, density=density, **{name: value})
+        assert capsys.readouterr().out.partition("\n\n")[2].strip() == model.table(Machine(), [own], [2])
+    for wrong in (["--document", "-1"], ["--listed", "8", "--window", "8"]):
+        with pytest.raises(SystemExit):
+            model.main(wrong)
     model.main(["--lengths", "100", "--gpus", "64"])
     assert "| 64 | 2d | does not divide |" in capsys.readouterr().out

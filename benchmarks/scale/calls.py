@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn import Sequences
+from flash_dmattn.biases import ListBias
 from flash_dmattn.distributed import SequenceLayout, ShardedMask, context_parallel_attention
 from flash_dmattn.distributed import call as parallel_call
-from flash_dmattn.masks import PreparedMask, document_mask, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 
 from .measure import Group
 
@@ -36,6 +38,7 @@ class Sizes:
     window: int = 4096
     packed: tuple[int, int, int] = (65536, 32, 8)
     document: int = 4096  # mean length of a document
+    listed: tuple[int, int, int] = (32768, 32, 2)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -52,6 +55,7 @@ QUICK = Sizes(
     window=64,
     packed=(256, 4, 2),
     document=32,
+    listed=(256, 4, 2),
     dtype=torch.float32,
 )
 PEERS_IN_FULL = 65536  # longer calls run beside the fastest form of a peer alone
@@ -81,8 +85,8 @@ class Work:
     """One case.
 
     Attributes:
-        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, or "packed",
-            documents in one sequence. All are causal.
+        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, "packed",
+            documents in one sequence, or "lists" of single keys with values of their entries. All are causal.
     """
 
     kind: str
@@ -105,6 +109,7 @@ class Work:
             "topk": f"top-{self.kept}, bias (B,Hq,1,L)",
             "window": f"window {self.window}",
             "packed": f"documents of {self.document}",
+            "lists": f"lists of {self.kept} keys, bias of entries",
         }
         return f"{names[self.kind]}, {self.length}, {self.heads} on {self.kv_heads}"
 
@@ -116,7 +121,7 @@ class Work:
     @property
     def is_masked(self) -> bool:
         """Whether it has a mask, which is prepared with causality in it."""
-        return self.kind in ("topk", "packed")
+        return self.kind in ("topk", "lists")
 
     @property
     def window_size(self) -> tuple[int, int] | None:
@@ -124,7 +129,20 @@ class Work:
         return (self.window, -1) if self.kind == "window" else None
 
     def layout(self, group: Group) -> SequenceLayout:
+        if self.kind == "packed":
+            lengths = self.bounds().diff().tolist()
+            work = torch.cat([torch.arange(n) + 1 for n in lengths]).tolist()
+            return SequenceLayout.balanced(work, self.length, group.size, pieces=4)
         return SequenceLayout.zigzag(self.length, group.size)
+
+    def bounds(self) -> Tensor:
+        """Where documents begin, and the last one ends: at random places, so that lengths differ as in a corpus."""
+        draw = torch.Generator().manual_seed(1)
+        inner = torch.randperm(self.length - 1, generator=draw)[: self.length // self.document - 1] + 1
+        return torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([self.length])])
+
+    def sequences(self, group: Group) -> Sequences | None:
+        return Sequences.packed(self.bounds().to(group.device)) if self.kind == "packed" else None
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """q, k, v and dout, and the bias where there is one: whole, and the same on every rank."""
@@ -141,16 +159,23 @@ class Work:
             tensors["bias"] = normal(1, self.heads, self.length, self.length)
         elif self.kind == "topk":
             tensors["bias"] = normal(1, self.heads, 1, self.length)
+        elif self.kind == "lists":
+            tensors["bias"] = normal(1, self.kv_heads, self.length, self.kept)
         return tensors
 
+    def index(self, group: Group) -> Tensor:
+        """Return the lists of a whole call, (1, 1, L, K): keys anywhere before each query."""
+        generator = torch.Generator(group.device).manual_seed(1)
+        drawn = torch.rand(1, 1, self.length, self.kept, device=group.device, generator=generator)
+        seen = torch.arange(1, self.length + 1, device=group.device)[:, None]
+        return (drawn * seen).to(torch.int32).minimum(seen - 1)
+
+    def added(self, bias: list[Tensor]) -> list[Any]:
+        """The bias as calls take it, from its tensor."""
+        return [ListBias(x) if self.kind == "lists" else x for x in bias]
+
     def mask_rows(self, group: Group, rows: Tensor | None = None) -> Tensor:
-        """Return the mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
-        if self.kind == "packed":
-            # Ends of documents at random places, so that lengths differ as they do in a corpus.
-            draw = torch.Generator().manual_seed(1)
-            ends = torch.randperm(self.length, generator=draw)[: self.length // self.document]
-            ids = torch.zeros(self.length, dtype=torch.int64).index_fill_(0, ends, 1).cumsum(0).to(group.device)
-            return document_mask(ids if rows is None else ids[rows], ids)
+        """Return the mask of a whole call, (1, Hk, L, L), or some rows of it."""
         generator = torch.Generator(group.device).manual_seed(1)
         scores = torch.randn(self.kv_heads, 1, self.length, device=group.device, generator=generator)
         mask = topk_mask(scores, self.kept, is_causal=True)
@@ -159,14 +184,21 @@ class Work:
     def on_one_gpu(self, group: Group) -> Bound:
         """Return the call of one GPU."""
         x = self.tensors(group)
-        mask = PreparedMask.from_mask(self.mask_rows(group), is_causal=True) if self.is_masked else None
+        mask = None
+        if self.kind == "lists":
+            mask = PreparedMask.from_lists(self.index(group), seqlen_k=self.length, is_causal=True)
+        elif self.is_masked:
+            mask = PreparedMask.from_mask(self.mask_rows(group), is_causal=True)
+        sequences = self.sequences(group)
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
 
         def call() -> Tensor:
-            out = flash_dmattn.attention(q, k, v, mask, *bias, is_causal=True, window_size=self.window_size)
+            tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
+            flags: dict[str, Any] = {"is_causal": True, "window_size": self.window_size, "sequences": sequences}
+            out = flash_dmattn.attention(*tokens, mask, *self.added(bias), **flags)
             assert isinstance(out, Tensor)
-            return out
+            return out.view(q.shape)
 
         return Bound(call, leaves, x["dout"], names_of(leaves))
 
@@ -182,30 +214,33 @@ class Work:
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None
-        if self.is_masked:
+        if self.kind == "lists":
+            lists = layout.shard(self.index(group), 2, group.rank)
+            mask = ShardedMask.from_lists(lists, layout, group.rank, is_causal=True)
+        elif self.is_masked:
             rows = self.mask_rows(group, layout.positions(group.rank).to(group.device))
             mask = ShardedMask.from_mask(rows, layout, group.rank, is_causal=True)
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
-        world = dist.group.WORLD
+        world, sequences = dist.group.WORLD, self.sequences(group)
         assert world is not None
 
         def call() -> Tensor:
+            tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
             out = context_parallel_attention(
-                q,
-                k,
-                v,
+                *tokens,
                 mask,
-                *bias,
+                *self.added(bias),
                 group=world,
                 layout=layout,
                 strategy=strategy,
                 head_groups=head_groups,
                 is_causal=mask is None,
                 window_size=self.window_size,
+                sequences=sequences,
             )
             assert isinstance(out, Tensor)
-            return out
+            return out.view(q.shape)
 
         around = patch.object(parallel_call, "CLEAR_SHARE", -1.0) if all_keys else nullcontext()
         return Bound(call, leaves, x["dout"], names_of(leaves), around=around)
@@ -239,3 +274,4 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
     yield Work("bias", *sizes.biased, head_groups=(None,), **rest)
     yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)
     yield Work("packed", *sizes.packed, head_groups=(None,), **rest)
+    yield Work("lists", *sizes.listed, head_groups=(None,), **rest)

@@ -14,7 +14,9 @@ value:
     wire      bytes / bandwidth + latency + per_peer x peers, per collective
     traded    (inner - 1) / inner (n / W) heads D e: q, k, v, out forward; the same, dout and gradients backward
     gathered  (outer - 1) / outer n 2 (Hk / inner) D e; and as much again, of dK and dV, out of the backward pass; of a
-              window the share that a rank of a zigzag layout reads
+              window or of documents the share that a rank reads; lists may name any key, and gather all
+    balance   computing takes as long as on the rank with most of it; of documents of one length, in a contiguous layout
+              where ranks have whole ones, else in zigzag
     order     copies of these keys: 1 forward, to the order of positions; 6 backward, of keys and of fp32 sums
     forward   host_forward + wires + computing + order, one after the other: gathering a group of heads while the one
               before is computed has gained nothing wherever it was measured
@@ -63,6 +65,8 @@ class Machine:
         host_forward_us, host_backward_us, host_gather_us: microseconds of the host as above; as measured on four H200.
         sms: multiprocessors of a GPU.
         node: GPUs of a node.
+        lists_forward_tflops, lists_backward_tflops: of calls over lists of single keys, which each query reads for
+            itself; as measured on an H200 with 16 query heads to a key head (docs/notes/lists.md).
     """
 
     forward_tflops: float = 723.0
@@ -78,13 +82,17 @@ class Machine:
     host_gather_us: float = 1200.0
     sms: int = 132
     node: int = 8
+    lists_forward_tflops: float = 101.0
+    lists_backward_tflops: float = 48.0
 
 
 @dataclass(frozen=True)
 class Layer:
     """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores.
 
-    `window` is how many keys before its own a causal query sees, 0 for all; `density` is not derived from it.
+    `window` is how many keys before its own a causal query sees, 0 for all. `document` is the length of causal
+    documents that the sequence is packed of, 0 for one. `listed` is how many keys each query lists, 0 without lists.
+    `density` is not derived from these.
     """
 
     length: int
@@ -94,16 +102,43 @@ class Layer:
     batch: int = 1
     density: float = 0.5
     window: int = 0
+    document: int = 0
+    listed: int = 0
+
+    def layout(self, outer: int) -> SequenceLayout:
+        """Return who has which positions among `outer` ranks."""
+        is_whole = self.document and self.length % (outer * self.document) == 0
+        return (SequenceLayout.contiguous if is_whole else SequenceLayout.zigzag)(self.length, outer)
 
     def share(self, outer: int) -> float:
         """Return the share that is moved, of the keys that an all_gather would move among `outer` ranks."""
-        layout = SequenceLayout.zigzag(self.length, outer)
-        share = share_moved(layout, layout, (self.window or -1, 0))
+        layout, step = self.layout(outer), self.document
+        begins = range(0, self.length, step) if step else ()
+        documents = tuple(bound for begin in begins for bound in (begin, min(begin + step, self.length)))
+        share = share_moved(layout, layout, (self.window or -1, 0), documents)
         return share if share <= CLEAR_SHARE else 1.0
+
+    def balance(self, outer: int) -> float:
+        """Return the work of the rank with most of it over the mean, of documents; 1 without.
+
+        >>> Layer(4096, document=1024).balance(4), Layer(4096, document=2048).balance(4)
+        (1.0, 1.0)
+        """
+        if not self.document:
+            return 1.0
+        loads = [
+            sum(self._pairs(stop) - self._pairs(start) for start, stop in runs) for runs in self.layout(outer).intervals
+        ]
+        return max(loads) * outer / sum(loads)
+
+    def _pairs(self, row: int) -> int:
+        """Count the pairs of the queries before a row, each with the keys of its document up to itself."""
+        whole, rest = divmod(row, self.document)
+        return whole * self.document * (self.document + 1) // 2 + rest * (rest + 1) // 2
 
 
 def density_of(length: int, window: int) -> float:
-    """Return the share of all scores that a causal window leaves.
+    """Return the share of all scores that a causal window leaves, or lists of one key more.
 
     >>> density_of(4, 1)  # 7 of 16: 1 + 2 + 2 + 2
     0.4375
@@ -137,7 +172,10 @@ def one_gpu(machine: Machine, layer: Layer) -> tuple[float, float]:
     '3.277e-05 8.192e-05'
     """
     flop = 4.0 * layer.batch * layer.length**2 * layer.heads * layer.head_dim * layer.density
-    return flop / (machine.forward_tflops * 1e12), _BACKWARD * flop / (machine.backward_tflops * 1e12)
+    rates = machine.forward_tflops, machine.backward_tflops
+    if layer.listed:
+        rates = machine.lists_forward_tflops, machine.lists_backward_tflops
+    return flop / (rates[0] * 1e12), _BACKWARD * flop / (rates[1] * 1e12)
 
 
 def wire(machine: Machine, volume: float, peers: int, gbs: float) -> float:
@@ -163,7 +201,7 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
         return None
     outer, kv_heads = gpus // inner, max(1, layer.kv_heads // inner)
     shares = layer.kv_heads % inner == 0 or inner % layer.kv_heads == 0
-    if layer.heads % inner or not shares:
+    if layer.heads % inner or not shares or (layer.listed and inner == gpus > 1):  # lists are rows, which stay
         return None
     n, dim = layer.batch * layer.length, layer.head_dim
     copy = machine.copy_gbs * 1e9
@@ -185,8 +223,8 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
     gather = wire(machine, moved, outer, link)
     order = 2 * keys / copy if outer > 1 else 0.0
     tiles = layer.batch * (layer.length / outer / _TILE) * (layer.heads / inner)
-    last_wave = (tiles / machine.sms + 0.25) / (tiles / machine.sms)
-    alone = [seconds / gpus * last_wave + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
+    stretch = (tiles / machine.sms + 0.25) / (tiles / machine.sms) * layer.balance(outer)
+    alone = [seconds / gpus * stretch + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
     host_forward, host_backward = machine.host_forward_us * 1e-6, machine.host_backward_us * 1e-6
     host_gather = machine.host_gather_us * 1e-6 if outer > 1 else 0.0
     if gpus == 1:
@@ -258,13 +296,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", default=1, help="sequences", **integers)
     parser.add_argument("--density", default=0.5, type=float, help="of allowed scores; 0.5 is causal")
     parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
+    parser.add_argument("--document", default=0, help="tokens of each packed document, 0: one sequence", **integers)
+    parser.add_argument("--listed", default=0, help="keys that each query lists, 0: no lists", **integers)
     parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
     for field in fields(Machine):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     sizes = (*options.lengths, *options.gpus, options.heads, *options.kv_heads, options.head_dim, options.batch)
-    if options.window < 0:
-        parser.error(f"--window is {options.window}; it needs to be at least 1, or 0 for none")
+    forms = {name: getattr(options, name) for name in ("window", "document", "listed")}
+    for name, value in forms.items():
+        if value < 0:
+            parser.error(f"--{name} is {value}; it needs to be at least 1, or 0 for none")
+    if sum(value > 0 for value in forms.values()) > 1:
+        parser.error("--window, --document and --listed are forms of a call; it needs to be one of them")
+    seen = options.window or options.listed - 1
     if min(sizes) < 1 or not 0 < options.density <= 1:
         parser.error("sizes need to be at least 1, and density above 0 and at most 1")
     if any(options.heads % kv_heads for kv_heads in options.kv_heads):
@@ -283,8 +328,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kv_heads,
             options.head_dim,
             options.batch,
-            density_of(length, options.window) if options.window else options.density,
-            options.window,
+            (min(options.document, length) + 1) / (2 * length)
+            if options.document
+            else density_of(length, seen)
+            if seen >= 0
+            else options.density,
+            **forms,
         )
         for length in options.lengths
         for kv_heads in options.kv_heads

@@ -670,7 +670,7 @@ _PYTHON = (
         "flash_dmattn/distributed/operators.py",
         "zero = flags.zero + part.shift if",
         "zero = flags.zero if",
-        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[band-2]",),
+        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[relative, clamped-2]",),
     ),
     Fault(
         "a slice of a document that goes on has a mask",
