@@ -644,9 +644,9 @@ def summed_beside_values() -> tuple[float, float]:
     over = {"group": dist.group.WORLD, "layout": layout, "reduce_bias_grad": True}
     rows = (layout.shard(x, 1, rank) for x in (q, k, v))
     context_parallel_attention(*rows, lists, ListBias(own, own_bias), **over).square().sum().backward()
-    whole = PreparedMask.from_lists(index, seqlen_k=32, is_causal=True)
+    lists_of_all = PreparedMask.from_lists(index, seqlen_k=32, is_causal=True)
     values.requires_grad_()
-    flash_dmattn.attention(q, k, v, whole, ListBias(values, bias)).square().sum().backward()
+    flash_dmattn.attention(q, k, v, lists_of_all, ListBias(values, bias)).square().sum().backward()
     wanted = layout.shard(values.grad, 2, rank), bias.grad
     first, second = (float((x.grad - y).abs().max()) for x, y in zip((own, own_bias), wanted))
     return first, second

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from accuracy import GRADIENTS, assert_accurate  # noqa: E402
+from cases import Inputs, Numbers  # noqa: E402
 from distributed_calls import (  # noqa: E402
     SMALL,
     P,
@@ -40,7 +42,9 @@ from draws import Features  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from flash_dmattn import BackendUnsupportedError  # noqa: E402
+from flash_dmattn.biases import ListBias  # noqa: E402
 from flash_dmattn.distributed import call as parallel_call  # noqa: E402
+from flash_dmattn.masks import PreparedMask, document_mask  # noqa: E402
 
 # Multicast of NVLink, in whichever way it would be used: it stays off on shared machines.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -58,6 +62,7 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
     length, dim = (2048, 128) if large else (64, 16)
     base = P(is_causal=True, dlse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, num_heads=8)
     base = base.with_(head_dim=dim)
+    wide, documents = Numbers(("1", "Hq", "1"), 2 * length - 1, length - 1, "error"), (0, 3, length // 3, length)
     return {
         "causal": base,
         "top-k mask, bias of keys": base.with_(mask="topk", bias="keys", reduce=True),
@@ -86,6 +91,17 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
         "mesh, heads": base.with_(strategy="auto", mesh=(1, size), mask="keys"),
         "mesh, keys": base.with_(strategy="auto", mesh=(size, 1), mask="prepared_keys", sink="normal", reduce=True),
         "balanced": base.with_(layout="balanced", mask="prepared", bias="full"),
+        "bias by distance": base.with_(relative=Numbers(("1", "Hq", "1"), 257, 128, "clamp"), reduce=True),
+        "bias by distance, all": base.with_(relative=wide, is_causal=False, reduce=True, groups=2),
+        "bias by distance, ulysses": base.with_(relative=wide, strategy="ulysses", num_heads_k=8, reduce=True),
+        "band": base.with_(relative=Numbers(("1", "Hq", "Lq"), 33, 32, "zero")),
+        "lists": base.with_(lists=("B", "1")),
+        "lists, values": base.with_(lists=("B", "1"), relative=Numbers(("B", "Hk", "Lq"), 48, 0, "")),
+        "lists, window": base.with_(lists=("B", "1"), window_size=(length // 8, -1)),
+        "documents": base.with_(documents=documents, layout="balanced", bias="keys_of_q", reduce=True),
+        "documents, all keys of each": base.with_(documents=documents, layout="contiguous", is_causal=False),
+        "documents, ulysses": base.with_(documents=documents, strategy="ulysses", num_heads_k=8),
+        "documents, distances": base.with_(documents=documents, relative=wide, reduce=True),
     }
 
 
@@ -115,7 +131,7 @@ def random_case(seed: int, large: bool) -> ParallelCase:
 
 def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layout, layout_k = case.layouts(dist.get_world_size())
-    bias, gathered = case.bias or ("1",) * 4, {}
+    bias, gathered = case.bias_letters or ("1",) * 4, {}
     for name, x in results.items():
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
@@ -135,13 +151,33 @@ def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str,
     return gathered
 
 
+def as_masked(case: ParallelCase, x: Inputs, got: dict[str, Tensor]) -> tuple[ParallelCase, Inputs, dict[str, Tensor]]:
+    """Return a call with lists or documents, and its results, as one with a mask and a bias, which the rule knows."""
+    if case.documents:
+        lengths = torch.tensor(case.documents, device=case.device).diff()
+        mask = document_mask(torch.repeat_interleave(torch.arange(len(lengths), device=case.device), lengths))
+        return case.with_(documents=()), replace(x, mask=mask), got
+    if case.lists is None:
+        return case, x, got
+    lists = PreparedMask.from_lists(x.mask, seqlen_k=case.seqlen_k)  # type: ignore[arg-type]
+    x = replace(x, mask=lists.dense())
+    if x.bias is None or case.relative is None:
+        return case.with_(lists=None), x, got
+    letters = (*case.relative.letters[:2], "Lq", "Lk")
+    if "dbias" in got:
+        got = {**got, "dbias": ListBias(got["dbias"]).dense(lists)}
+    x = replace(x, bias=ListBias(x.bias).dense(lists))
+    return case.with_(lists=None, relative=None, bias=letters), x, got
+
+
 def judge(case: ParallelCase) -> tuple[str, str]:
     """Say what is wrong with a call, or nothing; and which checks were left out."""
     x = draw(case)
     got = put_together(case, parallel(case, x))
+    plain, masked, got = as_masked(case, x, got)
     names = ("out", "lse", *GRADIENTS, *(("dsink",) if case.sink else ()))
     try:
-        assert_accurate({name: got.get(name) for name in names}, case, x)
+        assert_accurate({name: got.get(name) for name in names}, plain, masked)
     except AssertionError as error:
         return " ".join(str(error).split("\n")[1:]).strip() or str(error), ""
     try:

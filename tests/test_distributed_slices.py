@@ -144,13 +144,13 @@ def test_lists_of_ranks_are_those_of_the_whole_call(layout: SequenceLayout, bloc
     index = torch.randint(-1, -(-48 // blocks[1]), (2, 1, number, 5))
     for band in ({"is_causal": True}, {"window_size": (9, 3)}, {}):
         sizes = {"seqlen_q": 48, "seqlen_k": 48, "block_size": blocks}
-        whole = PreparedMask.from_lists(index, **sizes, **band).dense()  # type: ignore[arg-type]
+        every = PreparedMask.from_lists(index, **sizes, **band).dense()  # type: ignore[arg-type]
         for rank in range(layout.world_size):
             if blocks[1] > 4 and "window_size" in band:  # slices begin at multiples of 4 here
                 continue
             own = rows.shard(index, 2, rank)
             lists = ShardedMask.from_lists(own, layout, rank, block_size=blocks, **band)  # type: ignore[arg-type]
-            assert torch.equal(lists.dense(), layout.shard(whole, 2, rank))
+            assert torch.equal(lists.dense(), layout.shard(every, 2, rank))
             # Entries that remain are in their places.
             kept: Any = lists.lists
             assert bool(((kept.index == own) | (kept.index == -1)).all())
@@ -166,7 +166,7 @@ def test_the_best_keys_of_ranks_are_those_of_the_whole_call(kind: str, size: int
     if kind == "index":
         scores = IndexScores(torch.randn(2, 32, 2, 4), torch.randn(2, 32, 4), torch.rand(2, 32, 2))
     causal = {"is_causal": True, "local": 1, "block_size": block_size}
-    whole: Any = PreparedMask.from_topk_lists(scores, 6, seqlen_q=32, seqlen_k=32, **causal)  # type: ignore[arg-type]
+    every: Any = PreparedMask.from_topk_lists(scores, 6, seqlen_q=32, seqlen_k=32, **causal)  # type: ignore[arg-type]
     for rank in range(size):
         if kind == "index":
             own: Any = IndexScores(layout.shard(scores.q, 1, rank), scores.k, layout.shard(scores.weights, 1, rank))
@@ -174,10 +174,10 @@ def test_the_best_keys_of_ranks_are_those_of_the_whole_call(kind: str, size: int
             own = layout.shard(scores, 2, rank)
         lists = ShardedMask.from_topk_lists(own, 6, layout, rank, **causal)  # type: ignore[arg-type]
         kept: Any = lists.lists
-        assert torch.equal(kept.keys, layout.shard(whole.keys, 2, rank))
-        assert torch.equal(lists.dense(), layout.shard(whole.dense(), 2, rank))
+        assert torch.equal(kept.keys, layout.shard(every.keys, 2, rank))
+        assert torch.equal(lists.dense(), layout.shard(every.dense(), 2, rank))
         if kind == "index":
-            assert torch.equal(own.at(kept), layout.shard(scores.at(whole), 2, rank))
+            assert torch.equal(own.at(kept), layout.shard(scores.at(every), 2, rank))
 
 
 @pytest.mark.usefixtures("starts")
@@ -190,13 +190,13 @@ def test_documents_of_ranks_are_those_of_the_whole_call(window: Any) -> None:
         used = [rng.choice((n, n // 2)) for n in torch.tensor(cu_seqlens).diff().tolist()]
         layout = layout_of(name, 48, size)
         documents = Sequences.packed(torch.tensor(cu_seqlens), seqlens_q=torch.tensor(used))
-        of_row = torch.full((48,), -1)
+        ids = torch.full((48,), -1)
         for number, (first, length) in enumerate(zip(cu_seqlens, used)):
-            of_row[first : first + length] = number
-        whole = PreparedMask.from_mask(document_mask(of_row), window_size=window).dense()
+            ids[first : first + length] = number
+        every = PreparedMask.from_mask(document_mask(ids), window_size=window).dense()
         for rank in range(size):
             mask = ShardedMask.from_sequences(documents, layout, rank, window_size=window)
-            assert torch.equal(mask.dense(), layout.shard(whole, 2, rank)), (cu_seqlens, used, layout)
+            assert torch.equal(mask.dense(), layout.shard(every, 2, rank)), (cu_seqlens, used, layout)
             assert torch.equal(mask.to("cpu").dense(), mask.dense())
             bounds = mask.documents
             read = runs_read(layout, rank, 48, window or (-1, -1), bounds)

@@ -324,7 +324,7 @@ def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
 
 
 def test_other_values_on_one_rank_raise_on_all() -> None:
-    """Of distances, and of lists."""
+    """They may be values of distances, of documents or of lists."""
     case, other = P(relative=DISTANCES["relative"], is_causal=True), DISTANCES["relative"]._replace(zero=47)
     message = differing("bias.zero, bias.outside", "(48, 'error')", "(47, 'error')", 1, 2)
     assert_all_raise(case, 1, 2, {"relative": other}, {}, "ValueError", message)

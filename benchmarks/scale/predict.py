@@ -107,8 +107,8 @@ class Layer:
 
     def layout(self, outer: int) -> SequenceLayout:
         """Return who has which positions among `outer` ranks."""
-        is_whole = self.document and self.length % (outer * self.document) == 0
-        return (SequenceLayout.contiguous if is_whole else SequenceLayout.zigzag)(self.length, outer)
+        fits = self.document and self.length % (outer * self.document) == 0
+        return (SequenceLayout.contiguous if fits else SequenceLayout.zigzag)(self.length, outer)
 
     def share(self, outer: int) -> float:
         """Return the share that is moved, of the keys that an all_gather would move among `outer` ranks."""
@@ -133,8 +133,8 @@ class Layer:
 
     def _pairs(self, row: int) -> int:
         """Count the pairs of the queries before a row, each with the keys of its document up to itself."""
-        whole, rest = divmod(row, self.document)
-        return whole * self.document * (self.document + 1) // 2 + rest * (rest + 1) // 2
+        number, rest = divmod(row, self.document)
+        return number * self.document * (self.document + 1) // 2 + rest * (rest + 1) // 2
 
 
 def density_of(length: int, window: int) -> float:

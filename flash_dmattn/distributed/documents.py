@@ -102,8 +102,7 @@ def rows_outside(sequences: Sequences, layout: SequenceLayout, rank: int) -> Ten
         is_outside = layout.shard(begins == ends, 0, rank)
         return (is_outside.to(sequences.device) if bool(is_outside.any()) else None,)
 
-    (found,) = kept_of(sequences, (*key_of(sequences), "rows outside", layout, rank), make)
-    return found
+    return kept_of(sequences, (*key_of(sequences), "rows outside", layout, rank), make)[0]
 
 
 def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def groups_of(group: Group) -> tuple[Members, ...]:
 
 
 def size_and_rank(groups: tuple[Members, ...]) -> tuple[int, int]:
-    """Return how many ranks there are, and which of the layout this one is; the inner dim of a mesh comes first."""
+    """Return the number of ranks, and this rank in the layout; the inner dim of a mesh comes first."""
     size, rank = 1, 0
     for members in groups:
         size, rank = size * members.size, rank + size * members.rank
