@@ -31,6 +31,7 @@ from flash_dmattn.distributed import (
     context_parallel_attention,
     exchange,
     explain_context_parallel,
+    gather_sequence,
 )
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed import group as parallel_group
@@ -629,6 +630,28 @@ def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
         out = context_parallel_attention(q, q, q, **over)
         kind, message = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
     return tuple(out.shape), (kind, message.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
+
+
+def gathered(dtype: torch.dtype) -> tuple[bool, bool, tuple[str, str], bool]:
+    """Return whether a gathered tensor and its gradient are right, what a mistake raises, and if they still are."""
+    layout, rank, size = SequenceLayout.zigzag(16, dist.get_world_size()), dist.get_rank(), dist.get_world_size()
+    over = {"group": dist.group.WORLD, "layout": layout}
+    torch.manual_seed(0)
+    every, factors = torch.randn(3, 16, 5).to(dtype), torch.randn(size, 3, 16, 5).to(dtype)
+
+    def equal() -> tuple[bool, bool]:
+        own = layout.shard(every, 1, rank).requires_grad_()
+        result = gather_sequence(own, 1, **over)
+        (result * factors[rank]).sum().backward()
+        total = factors.float() if dtype == torch.bfloat16 else factors
+        wanted = exchange.summed(list(total)).to(dtype)
+        assert own.grad is not None
+        return torch.equal(result, every), torch.equal(own.grad, layout.shard(wanted, 1, rank))
+
+    results = equal()
+    wrong = layout.shard(every, 1, rank)[..., : 4 + (rank > 0)]
+    said = raised(lambda: gather_sequence(wrong, 1, **over))
+    return *results, said, all(equal())
 
 
 def summed_beside_values() -> tuple[float, float]:

@@ -23,6 +23,7 @@ from flash_dmattn.distributed import (
     ShardedMask,
     context_parallel_attention,
     explain_context_parallel,
+    gather_sequence,
     use_context_parallel,
 )
 from flash_dmattn.distributed import call as parallel_call
@@ -98,6 +99,10 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
         (r"q has shape \(2, 16, 4, 8\); beside sequences it needs", lambda: attend(sequences=documents())),
         ("k has type int; beside", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
+        (
+            "sequences end at 16; ranks that share a sequence need the bounds of all of it, up to 32",
+            lambda: ShardedMask.from_sequences(documents(), SequenceLayout.zigzag(32, 1), 0),
+        ),
         ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
         ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
         ("mask is a Tensor beside sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
@@ -246,6 +251,18 @@ def test_bounds_are_read_once_for_all_layers_and_again_after_a_change(monkeypatc
     torch.testing.assert_close(second, flash_dmattn.attention(*x, sequences=sequences, is_causal=True))
     attend(*x, sequences=sequences)
     assert len(made) == 3
+
+
+def test_what_cannot_be_gathered_is_refused() -> None:
+    x, world = torch.ones(1, 16), dist.group.WORLD
+    for dim in (0, 2):
+        with pytest.raises(ValueError, match=rf"x has shape \(1, 16\) and dim is {dim}, which needs the 16 positions"):
+            gather_sequence(x, dim, group=world, layout=LAYOUT)
+    with pytest.raises(ValueError, match="group is a mesh of 2 dims; gather_sequence needs one"):
+        gather_sequence(x, 1, group=mesh_of(2), layout=LAYOUT)
+    with pytest.raises(TypeError, match="layout is a int"):
+        gather_sequence(x, 1, group=world, layout=16)  # type: ignore[arg-type]
+    assert torch.equal(gather_sequence(x, -1, group=mesh_of(1), layout=LAYOUT), x)
 
 
 @pytest.mark.parametrize("dims", [1, 2])

@@ -186,7 +186,7 @@ def test_documents_of_ranks_are_those_of_the_whole_call(window: Any) -> None:
     rng = random.Random(str(window))
     for name, size in (("zigzag", 1), ("zigzag", 3), ("contiguous", 2), ("balanced", 2)):
         cu_seqlens = sorted(rng.choices(range(49), k=rng.choice((2, 5, 9))))
-        cu_seqlens[0] = 0
+        cu_seqlens[0], cu_seqlens[-1] = 0, 48
         used = [rng.choice((n, n // 2)) for n in torch.tensor(cu_seqlens).diff().tolist()]
         layout = layout_of(name, 48, size)
         documents = Sequences.packed(torch.tensor(cu_seqlens), seqlens_q=torch.tensor(used))

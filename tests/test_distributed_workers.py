@@ -40,7 +40,7 @@ CASES = {
     "lists for blocks, values of rows": L(blocks=(2, 1), relative=ENTRIES["B", "Hk", "Lq"], softcap=2.0),
     "documents": IN_ONE(is_causal=True, dlse=True),
     "documents, without causality": IN_ONE(
-        documents=(0, 1, 8, 8, 29), sink="normal", layout="contiguous", bias="keys_of_q"
+        documents=(0, 1, 8, 8, 32), used=(1, 7, 0, 21), sink="normal", layout="contiguous", bias="keys_of_q"
     ),
     "documents, window": IN_ONE(
         window_size=(5, 2), relative=DISTANCES["relative as long as the keys of a rank"], dlse=True
@@ -49,7 +49,7 @@ CASES = {
     "documents, sharded bias": IN_ONE(documents=(0, 16, 32), bias=("1", "Hk", "1", "Ls"), window_size=(-1, 1)),
     "documents, prepared": IN_ONE(prepared=True, batch=2, is_causal=True, bias="full", dlse=True),
     "documents, used in part": IN_ONE(used=(2, 5, 0, 9), is_causal=True, dlse=True),
-    "documents of no position": IN_ONE(documents=(0, 0), is_causal=True),
+    "documents of no position": IN_ONE(documents=(0, 32), used=(0,), is_causal=True),
     "ulysses, documents": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, dlse=True, bias="keys_of_q"),
     "ulysses, one document": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, documents=(0, 32)),
     "relative, groups, cross": P(
@@ -96,7 +96,9 @@ ON_A_MESH = {
     "relative, summed": OVER(relative=DISTANCES["relative"], is_causal=True, reduce=True, dlse=True),
     "relative": OVER(relative=DISTANCES["relative, clamped"], seqlen_k=48),
     "documents": OVER(documents=(0, 3, 8, 17, 32), batch=1, is_causal=True, dlse=True),
-    "documents, trailing": OVER(documents=(0, 16, 31), batch=1, window_size=(4, 4), bias="keys_of_q", reduce=True),
+    "documents, trailing": OVER(
+        documents=(0, 16, 32), used=(16, 15), batch=1, window_size=(4, 4), bias="keys_of_q", reduce=True
+    ),
     "lists": OVER(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], is_causal=True, dlse=True),
     "band": OVER(relative=DISTANCES["band"], dlse=True, groups=2, num_heads=8, num_heads_k=4),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
@@ -118,7 +120,7 @@ def test_a_call_over_processes_equals_one_call(case: ParallelCase, size: int) ->
 
 WINDOWED = P(window_size=(20, 0), seqlen_q=1024, seqlen_k=1024, num_heads=2, num_heads_k=2, dlse=True)
 IN_DOCUMENTS = WINDOWED.with_(
-    window_size=None, layout="contiguous", batch=1, documents=(0, 250, 520, 620, 1000), used=(200, 262, 9, 380)
+    window_size=None, layout="contiguous", batch=1, documents=(0, 250, 520, 620, 1024), used=(200, 262, 9, 380)
 )
 # Calls in which ranks send each other the keys that are read, and no others.
 IN_PARTS: dict[str, ParallelCase] = {
@@ -334,11 +336,19 @@ def test_other_values_on_one_rank_raise_on_all() -> None:
     short, long = "(0, 3, 3, 8, 8, 17, 17, 32)", "(0, 3, 3, 9, 9, 17, 17, 32)"
     change = {"documents": (0, 3, 9, 17, 32)}
     assert_all_raise(IN_ONE(), 1, 2, change, {}, "ValueError", differing("documents", short, long, 1, 2))
-    past = "rank 1: cu_seqlens_q ends with 40"
+    past = "rank 1: sequences end at 40; ranks that share a sequence need the bounds of all of it, up to 32"
     assert_all_raise(IN_ONE(), 1, 2, {"documents": (0, 3, 40)}, {}, "ValueError", past)
     case = L(relative=ENTRIES["B", "Hk", "Lq"])
     message = differing("lists", "(1, 1, 7)", "(1, 2, 7)", 1, 2)
     assert_all_raise(case, 1, 2, {"blocks": (1, 2)}, {}, "ValueError", message)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gathered_tensor_is_the_whole_one_and_its_gradient_a_sum(size: int, dtype: torch.dtype) -> None:
+    for result, gradient, (kind, said), again in workers(size).run("distributed_calls.gathered", dtype):
+        assert result and gradient and again
+        assert kind == "ValueError" and said.startswith(f"gathered is {str(dtype).removeprefix('torch.')} (3, ")
 
 
 @pytest.mark.parametrize("size", [2, 4])

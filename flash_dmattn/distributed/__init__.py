@@ -1,6 +1,6 @@
 """Attention over several GPUs: context parallelism, which shares one sequence among the ranks of a group."""
 
-from .api import context_parallel_attention
+from .api import context_parallel_attention, gather_sequence
 from .explanation import explain_context_parallel
 from .group import use_context_parallel
 from .layout import SequenceLayout
@@ -11,5 +11,6 @@ __all__ = [
     "ShardedMask",
     "context_parallel_attention",
     "explain_context_parallel",
+    "gather_sequence",
     "use_context_parallel",
 ]

@@ -12,12 +12,12 @@ from ..biases import Bias, Relative
 from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..problem import RawFlags, refuse_keywords
+from ..problem import RawFlags, check_tensor, dtype_name, refuse_keywords
 from ..sequences import Sequences
 from .call import ParallelCall, Request, Strategy, choose_backends
 from .documents import rows_outside
-from .exchange import gather_keys, sum_dtype, sum_gradient
-from .group import Group, agree, groups_of, next_number, refuse_together, size_and_rank
+from .exchange import Route, gather_keys, sum_dtype, sum_gradient
+from .group import Group, agree, check_layout, groups_of, next_number, refuse_together, size_and_rank
 from .layout import SequenceLayout
 from .operators import attend_gathered
 from .slices import ShardedMask
@@ -217,6 +217,61 @@ def context_parallel_attention(
         outside = None if sink is None else rows_outside(sequences, layout, size_and_rank(groups)[1])
         lse = (lse if outside is None else lse.masked_fill(outside, -math.inf)).squeeze(0)
     return out, lse
+
+
+def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout) -> Tensor:
+    """Gather a tensor whose positions are shared among ranks, such as the keys of a selector; differentiable.
+
+    Every rank calls it at the same time. Equivalent to, without its gradient::
+
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        whole = layout.unshard(parts, dim)
+
+    The gradient of x is the sum over what all ranks send for its rows, in fp32 and in the order of ranks.
+
+    Args:
+        x: any shape; `layout.local_length` along `dim`.
+        dim: of the positions.
+        group: a `ProcessGroup`, or a `DeviceMesh` of one dim.
+        layout: who has which positions.
+
+    Returns:
+        The tensor of the whole sequence, `layout.length` along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on some rank, or ranks differ; all ranks raise the same error.
+
+    >>> import torch, torch.distributed as dist
+    >>> from flash_dmattn.distributed import SequenceLayout, gather_sequence
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layout = SequenceLayout.zigzag(16, 1)
+    >>> gather_sequence(torch.randn(2, layout.local_length, 8), 1, group=dist.group.WORLD, layout=layout).shape
+    torch.Size([2, 16, 8])
+    >>> dist.destroy_process_group()
+    """
+    groups = groups_of(group)
+    is_compiling = torch.compiler.is_compiling()
+    number = 0 if is_compiling else next_number(groups)
+    try:
+        members, *others = groups
+        if others:
+            raise ValueError("group is a mesh of 2 dims; gather_sequence needs one: take it by name, mesh['cp']")
+        check_layout(layout, members.size)
+        check_tensor("x", x)
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.local_length:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and dim is {dim}, which needs the {layout.local_length} positions of "
+                "a rank"
+            )
+    except Exception as error:
+        refuse_together(groups, error)
+    if not is_compiling:
+        words = {"gathered": f"{dtype_name(x.dtype)} {tuple(x.shape)}", "dim": dim % x.dim(), "layout": layout}
+        agree(groups, (*((name, str(value)) for name, value in words.items()), ("requires_grad", str(x.requires_grad))))
+    flat = layout.flat
+    route = Route(members.name, members.rank, flat, flat, (), -1, -1, False, number)
+    return gather_keys(x.movedim(dim, -1), route).movedim(-1, dim)
 
 
 @torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself

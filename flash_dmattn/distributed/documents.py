@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,16 +33,19 @@ def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]
     return made
 
 
+def _fields(sequences: Sequences) -> tuple[Tensor | None, ...]:
+    return sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqlens_q, sequences.seqlens_k
+
+
 def _tensors(sequences: Sequences) -> list[Tensor]:
-    one = (sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.seqlens_q, sequences.seqlens_k)
-    return [x for x in one if x is not None]
+    return [x for x in _fields(sequences) if x is not None]
 
 
 def read_documents(sequences: Sequences, length: int) -> Documents:
     """Return the bounds of packed sequences, read from the device once for as long as they stay the same.
 
     Raises:
-        TypeError, ValueError: they are of another kind, reach past `length` or have other keys than queries.
+        TypeError, ValueError: they are of another kind, do not end at `length`, or have other keys than queries.
     """
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
@@ -56,12 +60,18 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
         )
 
     def read() -> Documents:
-        every = torch.empty((), device=sequences.device).expand(length, 1, 1)
-        sequences.check(every, every)
-        bounds = listed(sequences.bounds_of(sequences.spec_of(length, length)))
-        if any(row[:2] != row[2:] for row in bounds):
+        sequences.check()
+        fields: list[Any] = [None if x is None else listed(x) for x in _fields(sequences)]
+        bounds, bounds_k, used, used_k = fields
+        if bounds != bounds_k or used != used_k:
             raise ValueError("sequences have other keys than queries; ranks that share a sequence need the same")
-        ends = [end for first, number, *_ in bounds for end in (first, first + number) if number]
+        if bounds[-1] != length:
+            raise ValueError(
+                f"sequences end at {bounds[-1]}; ranks that share a sequence need the bounds of all of it, up to "
+                f"{length} (seqlens_q= of Sequences.packed leaves tokens out)"
+            )
+        lengths = [stop - start for start, stop in pairwise(bounds)] if used is None else used
+        ends = [end for start, number in zip(bounds, lengths) for end in (start, start + number) if number]
         return tuple(ends) or (0, 0)  # of no position: () would be no documents
 
     documents: Documents = kept_of(sequences, (*key_of(sequences), length), read)
@@ -111,7 +121,8 @@ def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Te
     >>> [x.tolist() for x in rows_seeing((0, 2, 3, 5), 1, 5)]
     [[0, 0, 3, 3], [2, 0, 5, 5]]
     """
-    bounds, keys = torch.tensor(documents).view(-1, 2), torch.arange(start, stop)
+    on_host: Any = {"dtype": torch.int64, "device": "cpu"}
+    bounds, keys = torch.tensor(documents, **on_host).view(-1, 2), torch.arange(start, stop, **on_host)
     own = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
     begins, ends = bounds[own.clamp(min=0)].unbind(1)
     is_outside = (own < 0) | (keys >= ends)

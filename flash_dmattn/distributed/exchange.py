@@ -420,7 +420,7 @@ def _move_keys(x: Tensor, back: bool, *numbers: Any) -> Tensor:
     if back or route.number == 0:  # else the call was compared
         route.compare("backward" if back else "forward", **{"mask or bias of keys": x})
     if back:
-        return route.send_back((x,), dim, all_held=True).wait()[0]
+        return route.send_back((x,), dim, all_held=True).wait()[0].to(x.dtype)
     (keys,) = route.bring((x.view(torch.uint8) if x.dtype == torch.bool else x,), dim, all_held=True).wait()
     return keys.view(torch.bool) if x.dtype == torch.bool else keys
 
