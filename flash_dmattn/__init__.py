@@ -61,6 +61,7 @@ else:
         available_backends,
     )
     from .explanation import explain
+    from .problem import AuxOutput, AuxRequest
     from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
@@ -87,6 +88,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "Backend",
     "BackendChoice",
     "BackendError",

@@ -10,7 +10,7 @@ from .biases import Bias
 from .call import prepare_call, run_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
-from .problem import RawFlags, refuse_keywords
+from .problem import AnyAuxRequest, AuxOutput, RawFlags, output_of, read_request, refuse_keywords, replaced
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -89,10 +89,22 @@ def attention(
     mask: Tensor | PreparedMask | None = None,
     bias: Bias | None = None,
     *,
+    return_aux: AnyAuxRequest,
+    **options: Unpack[Options],
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None = None,
+    bias: Bias | None = None,
+    *,
     return_lse: bool = False,
     return_probs: bool = False,
+    return_aux: AnyAuxRequest | None = None,
     **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]: ...
 
 
 def attention(
@@ -113,8 +125,9 @@ def attention(
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
     dropout_p: float = 0.0,
+    return_aux: AnyAuxRequest | None = None,
     **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]:
     """Compute softmax attention with any boolean mask and any additive bias; both broadcast, and results are exact.
 
     Without softcap, window and empty rows it is, in PyTorch::
@@ -174,6 +187,8 @@ def attention(
             lse is without dropout. Each call draws from torch's generator of the device of q, so `torch.manual_seed`
             repeats it. The same probabilities are dropped on every backend, in both passes and in every layout. There
             is no training mode here: pass 0.0 for evaluation.
+        return_aux: a `flash_dmattn.AuxRequest(lse=, max_scores=, entropy=)`, or the one of torch: also return what it
+            asks for, as a `flash_dmattn.AuxOutput`. See docs/statistics.md.
 
     With `sequences` the layout decides the shapes, for S sequences with Tq and Tk tokens in all:
 
@@ -194,18 +209,21 @@ def attention(
     For example `sequences=Sequences.packed(torch.tensor([0, 3, 8]))` is for rows 0 to 2 and 3 to 7 of q, k and v.
 
     Returns:
-        out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities.
+        out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities, or
+        with `return_aux` of out and an `AuxOutput`.
         lse (B, Hq, Lq) is the natural log of the sum of exp of the allowed scores and the sink, in fp32 (fp64 for
         fp64). A row with nothing allowed has out 0, lse -inf (with a sink: the sink), and no part in any gradient
         except the gradient of the sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or values do not fit, or the backend is unknown.
+        ValueError: shapes, devices or values do not fit, the backend is unknown, or `return_aux` is passed beside
+            `return_lse` or `return_probs`.
         BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
         BackendUnavailableError: the named backend does not work on this machine.
         NotImplementedError: on a second derivative through a named kernel backend, or the gradient of a tangent
-            (`torch.func.jvp`) that a named one computed; backend="eager" has both.
+            (`torch.func.jvp`) that a named one computed; backend="eager" has both. On `max_scores` or `entropy` of
+            `return_aux` in forward mode; backend="reference" has them.
 
     Sources: the recurrence over key blocks is from Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     docs/mathematics.md derives the gradients, with the gradient of the bias. Sinks are defined as in OpenAI, gpt-oss
@@ -227,10 +245,17 @@ def attention(
     raw_flags = RawFlags(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
+    asked = None
+    if return_aux is not None:
+        asked = read_request(return_aux, return_lse, return_probs)
+        raw_flags = replaced(raw_flags, return_lse=asked[0], max_scores=asked[1], entropy=asked[2])
     if type(q) is not Tensor and is_dtensor(q):
         options = {**raw_flags._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
-        return dtensor_module().attention(q, k, v, mask, bias, **options)
+        results = dtensor_module().attention(q, k, v, mask, bias, **options)
+        return results if asked is None else (results[0], output_of(results, *asked))
     results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
+    if asked is not None:
+        return results[0], output_of(results, *asked)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

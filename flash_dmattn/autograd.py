@@ -50,16 +50,16 @@ from .dispatch.selection import (
     select_tangents,
 )
 from .gradients import narrow
-from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
+from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad, RowEntropy
 from .problem.inputs import Inputs, as_arrived, result_in_rows, saved_layout_of
 from .reference.tangents import Cotangents, Tangents
 
 NUM_INPUTS = len(NeedsGrad._fields)
 
 
-def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call, recorded by autograd if gradients may be needed."""
-    results: tuple[Tensor, Tensor]
+def attend(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
+    """Return the results of a call, recorded by autograd if gradients may be needed: see `protocol.Forward`."""
+    results: tuple[Tensor, ...]
     if forward_ad._current_level >= 0:
         return _attend_in_forward_mode(plan, x)
     if plan.run_forward is None:  # the call may be watched
@@ -91,13 +91,14 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     return results
 
 
-def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
+def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
     """Return (out, lse) inside of `torch.func.jvp`, or of `forward_ad.dual_level`.
 
     Where the tangents of this call are at hand, one pass computes everything. Other transforms may run inside of jvp,
     and a gradient of dual tensors is a dual tensor: those calls go through an autograd function that has a jvp.
     """
-    results: tuple[Tensor, Tensor]
+    results: tuple[Tensor, ...]
+    _refuse_aux_in_forward_mode(plan)
     is_plain = not (is_transformed() or torch.compiler.is_compiling())
     is_recorded = is_plain and any(x.needs_grad)
     if is_jvp_innermost() and not is_recorded:
@@ -108,6 +109,15 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
     results = DualAttention.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *x.others))
     return results
+
+
+def _refuse_aux_in_forward_mode(plan: Plan) -> None:
+    for name in ("max_scores", "entropy"):
+        if getattr(plan.problem.flags, name):
+            raise NotImplementedError(
+                f"{name} is set in forward mode (torch.func.jvp, forward_ad), where calls return out and lse alone; "
+                'call attention(..., backend="reference"), or ask for it in a call outside of forward mode'
+            )
 
 
 def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
@@ -142,38 +152,46 @@ def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Te
     return results
 
 
-def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
+def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
     """Run the forward pass; for a watched call, or under a profiler, through the operator."""
     if plan.run_forward is None or profiler._is_profiler_enabled:
         backward = "" if plan.backward is None else plan.backward.name
         return operators.forward(plan.problem, plan.forward.name, backward, x)
-    out, lse = plan.run_forward(x)
-    return out, lse
+    return plan.run_forward(x)
 
 
-def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> Gradients:
+def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *kept: Any) -> Gradients:
     """Return the five gradients, recorded by autograd if a second derivative may be needed, of what `_keep` saved."""
     dlse = narrow(dlse, dout.dtype)
-    watched = is_watched(dout, dlse, *kept)
-    if is_batched(dout, dlse):
-        return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
+    watched = is_watched(dout, dlse, dentropy, *kept)
+    if is_batched(dout, dlse, dentropy):
+        return one_by_one(lambda *sent: differentiate(plan, *sent, *kept), dout, dlse, dentropy)
     if torch.is_grad_enabled() or (watched and is_transformed()):
-        function = AttentionBackward if forward_ad._current_level < 0 else DualAttentionBackward
-        gradients: Gradients = function.apply(plan, dout, dlse, *kept)
+        function = AttentionBackward
+        if forward_ad._current_level >= 0:
+            _refuse_aux_in_forward_mode(plan)
+            function = DualAttentionBackward
+        gradients: Gradients = function.apply(plan, dout, dlse, dentropy, *kept)
         return gradients
-    return _run_backward(plan, dout, dlse, kept, watched)
+    return _run_backward(plan, dout, dlse, dentropy, kept, watched)
 
 
-def _run_backward(plan: Plan, dout: Tensor, dlse: Tensor | None, kept: Sequence[Any], watched: bool) -> Gradients:
+def _run_backward(
+    plan: Plan, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, kept: Sequence[Any], watched: bool
+) -> Gradients:
     """Run the backward pass, as `run_forward` does; return five gradients, None for each that is not needed."""
+    entropy = None
+    if plan.saved_layout.has_entropy:
+        entropy = None if dentropy is None else RowEntropy(kept[-1], dentropy)
+        kept = kept[:-1]
     backend, run, saved = plan.backward, plan.run_backward, plan.saved_layout.saved(*kept)
     assert backend is not None
     if run is None or watched or profiler._is_profiler_enabled:
-        return operators.backward(plan.problem, backend.name, saved, dout, dlse)
+        return operators.backward(plan.problem, backend.name, saved, dout, dlse, entropy)
     if not plan.lies_as_planned(saved):
         problem, saved = with_strides(plan.problem, saved)
         run = backward_pass(backend, problem)
-    gradients = run(saved, dout, dlse)
+    gradients = run(saved, dout, dlse) if entropy is None else run(saved, dout, dlse, entropy=entropy)
     return gradients if len(gradients) == 5 else (*gradients, None)
 
 
@@ -188,18 +206,21 @@ def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
     ) from error
 
 
-def _keep(ctx: Any, plan: Plan, x: Inputs, out: Tensor, lse: Tensor) -> None:
+def _keep(ctx: Any, plan: Plan, x: Inputs, results: tuple[Tensor, ...]) -> None:
     """Save what the backward pass reads; lse is saved in the place of an (Lq, Lk) matrix."""
-    ctx.save_for_backward(out, lse, x.q, x.k, x.v, x.bias, x.sink, *x.others)
+    entropies = results[-1:] if plan.saved_layout.has_entropy else ()
+    ctx.save_for_backward(results[0], results[1], x.q, x.k, x.v, x.bias, x.sink, *x.others, *entropies)
     ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
     ctx.plan = plan
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-    if dout is None and dlse is None:
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Tensor | None) -> Gradients:
+    """Return the five gradients of what is sent back through the results; the largest scores have none."""
+    dentropy = others[-1] if ctx.plan.saved_layout.has_entropy else None
+    if dout is None and dlse is None and dentropy is None:
         return None, None, None, None, None
     kept = ctx.saved_tensors
-    return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
+    return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, dentropy, *kept)
 
 
 def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
@@ -212,11 +233,11 @@ def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | Non
         return None, None, None, None, None
     if needs_grad != plan.problem.needs_grad:
         plan = _replan(plan, plan.problem._replace(needs_grad=needs_grad))
-    return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
+    return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, None, *kept)
 
 
 class Attention(torch.autograd.Function):
-    """Compute (out, lse), with the gradients of the contract.
+    """Compute the results of a call, with the gradients of the contract.
 
     Its `forward` takes `ctx`, which is 11 us faster in torch than a separate `setup_context`. Tensors without gradients
     are saved, but are no inputs of the function, which also saves time.
@@ -225,16 +246,16 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, plan: Plan, x: Inputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Run the forward pass on x, which holds the same tensors."""
-        out, lse = run_forward(plan, x)
-        _keep(ctx, plan, x, out, lse)
-        return out, lse
+        results = run_forward(plan, x)
+        _keep(ctx, plan, x, results)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *sent: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass, differentiable again under create_graph=True."""
-        return *_gradients(ctx, dout, dlse), None, None
+        return *_gradients(ctx, *sent), None, None
 
 
 # `Attention.apply` as C++ defines it. The Python method in front of it looks for transforms of `torch.func`, which
@@ -245,25 +266,25 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 
 
 class TransformedAttention(torch.autograd.Function):
-    """Compute (out, lse) under transforms of `torch.func` and compilers, which need every tensor as an input.
+    """Compute the results under transforms of `torch.func` and compilers, which need every tensor as an input.
 
     After the plan it takes the arguments of `SavedLayout.inputs`.
     """
 
     @staticmethod
-    def forward(plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(plan: Plan, *inputs: Any) -> tuple[Tensor, ...]:
         record(plan)
         return run_forward(plan, plan.saved_layout.inputs(*inputs))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         plan, *tensors = inputs
         ctx.num_others = len(tensors) - NUM_INPUTS
-        _keep(ctx, plan, plan.saved_layout.inputs(*tensors), *output)
+        _keep(ctx, plan, plan.saved_layout.inputs(*tensors), output)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx, dout, dlse), *(None,) * ctx.num_others
+    def backward(ctx: Any, *sent: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx, *sent), *(None,) * ctx.num_others
 
     @staticmethod
     def vmap(
@@ -279,15 +300,15 @@ class TransformedAttention(torch.autograd.Function):
             info.batch_size, dims[:4], dims[5:], plan.problem, mapped, others, needs_grad, _reads_repeats(plan)
         )
         replanned = _replan(plan, call.problem)
-        out, lse = attend(replanned, replanned.saved_layout.inputs(*call.inputs, sink, *call.mask))
-        return (call.split(out), call.split(lse)), (0, 0)
+        results = attend(replanned, replanned.saved_layout.inputs(*call.inputs, sink, *call.mask))
+        return tuple(call.split(x) for x in results), (0,) * len(results)
 
 
 class DualAttention(TransformedAttention):
     """`TransformedAttention` with a jvp, which `torch.compile` refuses to trace."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         TransformedAttention.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*output, *inputs[1:])
 
@@ -438,29 +459,38 @@ class AttentionBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> tuple[Tensor | None, ...]:
+    def forward(
+        plan: Plan, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *kept: Any
+    ) -> tuple[Tensor | None, ...]:
         """Run the backward pass; no (Lq, Lk) matrix is saved for the second derivative."""
-        return _run_backward(plan, dout, dlse, kept, is_watched(dout, dlse, *kept))
+        return _run_backward(plan, dout, dlse, dentropy, kept, is_watched(dout, dlse, dentropy, *kept))
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         """Run one backward pass for all mapped calls, or one for each."""
-        (dout, dlse, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
+        (dout, dlse, dentropy, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         needs_grad = plan.problem.needs_grad
-        if dims[8] is not None or needs_grad.sink or _runs_one_by_one(plan):
-            return stacked([differentiate(plan, *own) for own in each_call(info.batch_size, dims, tensors)])
-        mapped, where = (q, k, v, bias), (dims[4:8], dims[9:])
+        entropies, entropy_dims = (), ()
+        if plan.saved_layout.has_entropy:
+            *others, last = others
+            entropies, entropy_dims, dims = (last,), dims[-1:], dims[:-1]
+        if dims[9] is not None or needs_grad.sink or _runs_one_by_one(plan):
+            return stacked([differentiate(plan, *own) for own in each_call(info.batch_size, in_dims[1:], tensors)])
+        mapped, where = (q, k, v, bias), (dims[5:9], dims[10:])
         repeats = _reads_repeats(plan)
         call = MappedCall(info.batch_size, *where, plan.problem, mapped, others, needs_grad, repeats, is_backward=True)
         if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
             replanned = replace(plan, problem=call.problem, run_forward=None, run_backward=None)
         else:
             replanned = _replan(plan, call.problem)
-        dout, out, lse = (call.fold(x, dim) for x, dim in zip((dout, out, lse), (dims[0], *dims[2:4]), strict=True))
-        dlse = None if dlse is None else call.fold(dlse, dims[1])
-        *gradients, _ = differentiate(replanned, dout, dlse, out, lse, *call.inputs, sink, *call.mask)
+        dout, out, lse = (call.fold(x, dim) for x, dim in zip((dout, out, lse), (dims[0], *dims[3:5]), strict=True))
+        dlse, dentropy = (
+            None if x is None else call.fold(x, dim) for x, dim in zip((dlse, dentropy), dims[1:3], strict=True)
+        )
+        last = [call.fold(x, dim) for x, dim in zip(entropies, entropy_dims, strict=True)]
+        *gradients, _ = differentiate(replanned, dout, dlse, dentropy, out, lse, *call.inputs, sink, *call.mask, *last)
         split = (call.split, call.split, call.split, call.split_bias)
         results = (*(None if x is None else back(x) for x, back in zip(gradients, split, strict=True)), None)
         return results, tuple(None if x is None else 0 for x in results)
@@ -468,8 +498,8 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         """Save the inputs of the gradients, without out and lse, which are computed from them again."""
-        ctx.plan, dout, dlse, _, _, *tensors = inputs
-        ctx.save_for_backward(dout, dlse, *tensors)
+        ctx.plan, dout, dlse, dentropy, _, _, *tensors = inputs
+        ctx.save_for_backward(dout, dlse, dentropy, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -481,24 +511,26 @@ class AttentionBackward(torch.autograd.Function):
         report_last_resort(plan, SECOND_DERIVATIVE, backend, plan.backward)
         formula = backend.differentiable_backward
         assert formula is not None
-        num_inputs = 2 + NUM_INPUTS
+        num_inputs = 3 + NUM_INPUTS
         inputs, others = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
+        no_inputs = others[:-1] if plan.saved_layout.has_entropy else others
         present = [x for x in inputs if x is not None]
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest = iter(tensors)
             arguments: list[Any] = [None if x is None else next(rest) for x in inputs]
-            dout, dlse, *own = arguments
-            x = plan.saved_layout.inputs(*own, *others).in_rows(arrival)
-            gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
+            dout, dlse, dentropy, *own = arguments
+            x = plan.saved_layout.inputs(*own, *no_inputs).in_rows(arrival)
+            sent = (dout, dlse) if dentropy is None else (dout, dlse, dentropy)
+            gradients = formula(problem, x, *(result_in_rows(each, arrival) for each in sent))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
             return tuple(g for g, needed in pairs if needed and g is not None)
 
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *present)[1]
         second = iter(pull(tuple(g for g, needed in zip(cotangents, problem.needs_grad, strict=True) if needed)))
-        ddout, ddlse, *input_gradients = (None if x is None else next(second) for x in inputs)
-        return None, ddout, ddlse, None, None, *input_gradients, *(None,) * len(others)
+        ddout, ddlse, ddentropy, *input_gradients = (None if x is None else next(second) for x in inputs)
+        return None, ddout, ddlse, ddentropy, None, None, *input_gradients, *(None,) * len(others)
 
 
 class DualAttentionBackward(AttentionBackward):
@@ -514,9 +546,9 @@ class DualAttentionBackward(AttentionBackward):
         """Return the tangents of the gradients: the gradients of <tout, dout> + <tlse, dlse>, and of their tangents."""
         plan: Plan = ctx.plan
         saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
-        dout, dlse, _out, lse, *tensors = saved
+        dout, dlse, _dentropy, _out, lse, *tensors = saved
         inputs, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
-        tdout, tdlse, _tout, _tlse, *own = tangents[: 4 + NUM_INPUTS]
+        tdout, tdlse, _tdentropy, _tout, _tlse, *own = tangents[: 5 + NUM_INPUTS]
         needs_grad = (*plan.problem.needs_grad, *(False,) * NUM_INPUTS)
         sent = (tdout, tdlse, dout, dlse)
         gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)
@@ -528,8 +560,8 @@ def _runs_one_by_one(plan: Plan) -> bool:
     return plan.saved_layout.has_dropout or plan.saved_layout.num_sequence_tensors > 0
 
 
-def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of one mapped call; its own inputs show which gradients it needs."""
+def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+    """Return the results of one mapped call; its own inputs show which gradients it needs."""
     inputs = plan.saved_layout.inputs(*tensors)
     return attend(_replan(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
 
@@ -570,7 +602,7 @@ def paired_for_tangents(plan: Plan) -> Plan:
 _read_operator: Any = by_name(operators.FORWARD_SCHEMA)(lambda arguments: arguments)
 
 
-def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
     arguments = _read_operator(*inputs)
     problem, x = operators.read_call(arguments)
@@ -580,15 +612,15 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
     # passes read.
     plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), saved_layout_of(problem))
-    _keep(ctx, plan, x, *output)
+    _keep(ctx, plan, x, output)
     # An argument that is a list has a list of gradients.
     lists = {name: each for name, each in arguments._asdict().items() if isinstance(each, (list, tuple))}
     ctx.gradients = dict.fromkeys(arguments._fields) | {name: [None] * len(each) for name, each in lists.items()}
 
 
-def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate_operator(ctx: Any, *sent: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
-    own = dict(zip(NeedsGrad._fields, _gradients(ctx, dout, dlse), strict=True))
+    own = dict(zip(NeedsGrad._fields, _gradients(ctx, *sent), strict=True))
     return tuple((ctx.gradients | own).values())
 
 

@@ -107,7 +107,10 @@ def prepare_call(
 
 
 def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
-    """Return (out, lse), and probabilities if the call asks for them, in the shapes that `attention` documents."""
+    """Return out, lse, and what else the call asks for, in the shapes that `attention` documents.
+
+    The rest is the largest scores and entropies of rows, in this order, or the probabilities.
+    """
     follow_checkpoints()
     active_blocks = blocks.now
     plan, mask, bias = _plan_for(call, backend, active_blocks)
@@ -129,8 +132,9 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
         # A plan has no passes if sizes may be symbols. Then the pass is planned for this call only.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
-        out, lse = attend(plan, inputs)
-        results = out, narrow(lse, problem.dtype) if problem.return_lse else lse
+        results = attend(plan, inputs)
+        if problem.return_lse:
+            results = (results[0], narrow(results[1], problem.dtype), *results[2:])
     if call.leading is not None:
         return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
     if call.spec is not None and call.spec.packs_queries and call.arrival == "rows":

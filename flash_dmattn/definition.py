@@ -141,11 +141,13 @@ def distinct(*arguments: Any) -> tuple[Any, ...]:
 _calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the functions of `one_by_one` that run now, by id
 
 
-def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
-    return tuple(dout.new_empty(0) if x is None else x for x in _calls[call](dout, dlse))
+def _call_one(dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, call: int) -> tuple[Tensor, ...]:
+    return tuple(dout.new_empty(0) if x is None else x for x in _calls[call](dout, dlse, dentropy))
 
 
-LIBRARY.define("one_by_one(Tensor dout, Tensor? dlse, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    "one_by_one(Tensor dout, Tensor? dlse, Tensor? dentropy, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # autograd records the operations inside
 
 
@@ -164,9 +166,9 @@ def is_batched(*gradients: Tensor | None) -> bool:
 
 
 def one_by_one(
-    function: Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]], dout: Tensor, dlse: Tensor | None
+    function: Callable[..., tuple[Tensor | None, ...]], dout: Tensor, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call a function for each dout and dlse of a batch of gradients, and batch its five results.
+    """Call a function for each dout, dlse and dentropy of a batch of gradients, and batch its five results.
 
     torch supports such a batch in one way only: for an operator that takes and returns single tensors, it loops over
     the batch, on any device and thread. So the function runs inside an operator. An operator cannot take a function,
@@ -174,13 +176,13 @@ def one_by_one(
     """
     latest: list[tuple[Tensor | None, ...]] = []
 
-    def call(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        latest[:] = [function(dout, dlse)]
+    def call(*sent: Tensor | None) -> tuple[Tensor | None, ...]:
+        latest[:] = [function(*sent)]
         return latest[0]
 
     _calls[id(call)] = call
     try:
-        results = torch.ops.flash_dmattn.one_by_one.default(dout, dlse, id(call))
+        results = torch.ops.flash_dmattn.one_by_one.default(dout, *others, id(call))
     finally:
         del _calls[id(call)]
     return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=True))

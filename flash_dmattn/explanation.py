@@ -34,7 +34,16 @@ from .dispatch.selection import (
     selected_names,
     without_order,
 )
-from .problem import AttentionProblem, MaskForm, NeedsGrad, RawFlags, SequenceSpec, arguments_like, unpacked_spec
+from .problem import (
+    AttentionProblem,
+    MaskForm,
+    NeedsGrad,
+    RawFlags,
+    SequenceSpec,
+    arguments_like,
+    read_request,
+    unpacked_spec,
+)
 from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
 
     from .api import Options
     from .masks import PreparedMask
+    from .problem import AnyAuxRequest
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -207,6 +217,7 @@ def explain(
     device: str | None = None,
     return_lse: bool = False,
     return_probs: bool = False,
+    return_aux: AnyAuxRequest | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
     """Explain which backend would run a call with these arguments, and why not another one; computes nothing.
@@ -236,9 +247,10 @@ def explain(
     ('sm_90', True)
     """
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
-    arguments = arguments_like(
-        attention, explain, **tensors, return_lse=return_lse, return_probs=return_probs, **options
-    )
+    arguments = arguments_like(attention, explain, **tensors, return_probs=return_probs, **options)
+    asked = read_request(return_aux, return_lse, return_probs)
+    arguments |= dict(zip(("return_lse", "max_scores", "entropy"), asked, strict=True))
+    del arguments["return_aux"]
     if type(q) is not Tensor and is_dtensor(q):
         if device is not None:
             raise ValueError(

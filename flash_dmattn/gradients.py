@@ -27,6 +27,11 @@ def empty_outputs(q: Tensor, v: Tensor, wide_lse: bool = False) -> tuple[Tensor,
     return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
 
 
+def empty_statistic(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate the largest scores, or the entropies, of rows: like lse, in fp32 (fp64 for calls whose dtype it is)."""
+    return torch.empty(lse.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=lse.device)
+
+
 def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
     """Bring a wide lse, or its gradient, to fp32, but not of calls whose dtype is fp64: see `Backend.wide_lse`."""
     return x if x is None or not x.dtype == torch.float64 != dtype else x.float()

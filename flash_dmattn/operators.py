@@ -21,7 +21,7 @@ from .backends.mask_choice import tangents_in_rows, through_rows
 from .definition import LIBRARY, by_name, define, each_call, map_each, stacked
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
-from .gradients import empty_gradients, empty_outputs, spread
+from .gradients import empty_gradients, empty_outputs, empty_statistic, spread
 from .problem import (
     AttentionProblem,
     Flags,
@@ -29,6 +29,7 @@ from .problem import (
     MaskForm,
     MaskView,
     NeedsGrad,
+    RowEntropy,
     SequenceSpec,
     SequenceView,
     TensorSpec,
@@ -57,10 +58,14 @@ _FLAGS = ", ".join(
     for name, value in {**dict(zip(_NUMBERS, Flags(-1, -1, 1.0, 0.0, False))), **_SPEC}.items()
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
-FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
+# A result that the flags do not ask for has no elements.
+FORWARD_SCHEMA = (
+    f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy)"
+)
 # The result lists only the requested gradients, because an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
-    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, str backend, bool[5] needs_grad)"
+    f"(Tensor dout, Tensor? dlse, Tensor? dentropy, {_INPUTS}, Tensor out, Tensor lse, Tensor? row_entropy, {_FLAGS}, "
+    "str backend, bool[5] needs_grad)"
     " -> Tensor[]"
 )
 # The same in forward mode: also the tangents of out and lse, and the gradients of all inputs, then of their tangents.
@@ -112,7 +117,7 @@ def read_call(a: Any) -> tuple[AttentionProblem, Inputs]:
     return describe_operands(x, _read_flags(a)), x
 
 
-def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, ...]:
     """Call the operator of the forward pass; it gets views (B, L, H, D) of q, k and v, however they arrive."""
     onnx = None if torch.compiler.is_compiling() else sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
@@ -121,21 +126,30 @@ def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inpu
             "PyTorch, or use torch.export"
         )
     x, named = inputs.in_rows(problem.arrival), "" if backward == backend else backward
-    out, lse = _forward_operator(*_flat(x), *flat_flags(problem.flags), backend, named)
-    return (out.squeeze_(0), lse.squeeze_(0)) if problem.arrival == "tokens" else (out, lse)
+    out, lse, *more = _forward_operator(*_flat(x), *flat_flags(problem.flags), backend, named)
+    asked = (problem.flags.max_scores, problem.flags.entropy)
+    results = (out, lse, *[each for each, is_asked in zip(more, asked, strict=True) if is_asked])
+    return tuple([each.squeeze_(0) for each in results]) if problem.arrival == "tokens" else results
 
 
 def backward(
-    problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem,
+    backend: str,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    entropy: RowEntropy | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Call the operator of the backward pass; return the five gradients, None for each that is not needed."""
     numbers = (*flat_flags(problem.flags), backend, list(problem.needs_grad))
 
-    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **_: Any) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         x, out, lse = saved
-        return spread(_backward_operator(dout, dlse, *_flat(x), out, lse, *numbers), problem.needs_grad)
+        values, dentropy = more.get("entropy") or (None, None)
+        gradients = _backward_operator(dout, dlse, dentropy, *_flat(x), out, lse, values, *numbers)
+        return spread(gradients, problem.needs_grad)
 
-    return through_rows(problem, run)(saved, dout, dlse)
+    return through_rows(problem, run)(saved, dout, dlse, entropy=entropy)
 
 
 def tangents(problem: AttentionProblem, backend: str, x: Inputs, own: Tangents) -> tuple[Tensor, ...]:
@@ -171,16 +185,18 @@ def _read_tangents(a: Any) -> Tangents:
     return Tangents(a.tq, a.tk, a.tv, a.tbias, a.tsink)
 
 
-def _run_forward(a: Any) -> tuple[Tensor, Tensor]:
+def _run_forward(a: Any) -> tuple[Tensor, ...]:
     problem, x = read_call(a)
-    out, lse = forward_pass(BACKENDS[a.backend], problem)(x)
-    return out, lse
+    out, lse, *more = forward_pass(BACKENDS[a.backend], problem)(x)
+    asked = iter(more)
+    return out, lse, *(next(asked) if each else lse.new_empty(0) for each in (a.max_scores, a.entropy))
 
 
 def _run_backward(a: Any) -> list[Tensor]:
     problem, x = read_call(a)
     run = backward_pass(BACKENDS[a.backend], problem._replace(needs_grad=NeedsGrad(*a.needs_grad)))
-    return [gradient for gradient in run(Saved(x, a.out, a.lse), a.dout, a.dlse) if gradient is not None]
+    more = {} if a.dentropy is None else {"entropy": RowEntropy(a.row_entropy, a.dentropy)}
+    return [gradient for gradient in run(Saved(x, a.out, a.lse), a.dout, a.dlse, **more) if gradient is not None]
 
 
 def _run_tangents(a: Any) -> tuple[Tensor, ...]:
@@ -195,8 +211,13 @@ def _run_tangent_gradients(a: Any) -> list[Tensor]:
     return [gradient for gradients in both for gradient in gradients if gradient is not None]
 
 
-def _forward_fake(a: Any) -> tuple[Tensor, Tensor]:
-    return empty_outputs(a.q, a.v, BACKENDS[a.backend].widens(a.bias))
+def _forward_fake(a: Any) -> tuple[Tensor, ...]:
+    out, lse = empty_outputs(a.q, a.v, BACKENDS[a.backend].widens(a.bias))
+    return (
+        out,
+        lse,
+        *(empty_statistic(lse, a.q.dtype) if each else lse.new_empty(0) for each in (a.max_scores, a.entropy)),
+    )
 
 
 def _backward_fake(a: Any) -> list[Tensor]:
@@ -204,7 +225,8 @@ def _backward_fake(a: Any) -> list[Tensor]:
 
 
 def _tangents_fake(a: Any) -> tuple[Tensor, ...]:
-    return (*_forward_fake(a), *_forward_fake(a))
+    wide = BACKENDS[a.backend].widens(a.bias)
+    return (*empty_outputs(a.q, a.v, wide), *empty_outputs(a.q, a.v, wide))
 
 
 def _tangent_gradients_fake(a: Any) -> list[Tensor]:

@@ -193,6 +193,8 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         outside="" if by_distance is None else by_distance.outside,
         chosen=is_list_bias,
         allows_tf32=allows_tf32(q.dtype),
+        max_scores=check_flag("max_scores", raw_flags.max_scores),
+        entropy=check_flag("entropy", raw_flags.entropy),
         sequences=sequences,
     )
     if mask_form == "lists":

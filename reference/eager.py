@@ -8,6 +8,10 @@ Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded int
                dq += softmax_scale * ds @ k;  dk += softmax_scale * ds^T @ q;  dv += p^T @ dout;  dbias += ds reduced
 
 With dropout, p @ v and p^T @ dout take the dropped p, and dout @ v^T is dropped like p.
+
+The entropy of a row is H = ln l - t / l with l = sum exp(z - m), t = sum exp(z - m) (z - m): z are its scores and its
+sink, m is the largest of them. Both terms are small whatever the scores are, as sum p z and lse are not, whose
+difference H is. With the gradient g of H, ds loses g p ln p, and delta gets g H.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
 from .lists import Chosen
 from .masks import AnyMask, read_mask
-from .sinks import row_delta, sink_gradient, sink_probability, through_lse
+from .sinks import row_delta, sink_gradient, sink_log_probability, sink_probability, through_lse
 from .tiles import (
     BiasGradient,
     ChosenGradient,
@@ -40,6 +44,9 @@ from .tiles import (
 
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
+
+# exp of it is 0 in fp64, too. Differences of scores are cut here, so that p = 0 times them is 0, and not NaN.
+LEAST_EXPONENT = -1000.0
 
 # For a larger lse, its own rounding in fp32 (8e-6) is no longer small beside the rounding of the scores, so p is
 # normalised again. At finfo.min, where log(n) vanishes entirely, p would otherwise be n times too large.
@@ -62,7 +69,9 @@ def forward(
     repeats: tuple[int, int] = (1, 1),
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
-) -> tuple[Tensor, Tensor]:
+    max_scores: bool = False,
+    entropy: bool = False,
+) -> tuple[Tensor, ...]:
     """Attend chunk by chunk; the result is the same as from :func:`formula.attention`.
 
     Args:
@@ -76,9 +85,10 @@ def forward(
         repeats: of mask and bias, for a batch dim that is neither 1 nor B: entry b reads entry b // repeat % Bm.
         sink: (Hq,) or None, as for :func:`formula.attention`.
         dropout: which probabilities are dropped; None for none.
+        max_scores, entropy: also return these, as :func:`formula.attention` does.
 
     Returns:
-        out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64).
+        out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64), and so all else.
 
     Raises:
         RuntimeError: from PyTorch, for shapes that do not fit; arguments are validated by the caller.
@@ -93,14 +103,18 @@ def forward(
     """
     out = q.new_zeros(q.shape[:3] + v.shape[3:])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
+    largest = torch.full_like(lse, -math.inf) if max_scores else None
+    entropies = torch.zeros_like(lse) if entropy else None
+    results = (out, lse, *(x for x in (largest, entropies) if x is not None))
     if sink is not None:
         lse.copy_(sink[:, None])  # for rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
-        return out, lse
+        return results
     band = (is_causal, window_size)
-    chunks = cut(q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=1)
+    chunks = cut(q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=1 + entropy)
     scores = Scores(chunks, bias, softmax_scale, softcap, bias_repeat=repeats[1])
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
+    largest_rows, entropy_rows = (None if x is None else Rows(x.mT.unsqueeze(3), chunks) for x in (largest, entropies))
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     sink_rows = None if sink is None else Rows(sink[:, None].expand(*q.shape[:3], 1), chunks)
     lowest = torch.finfo(chunks.dtype).min
@@ -111,14 +125,24 @@ def forward(
             # A sink is one more score, of a value of zeros.
             row_max = None if sink_rows is None else sink_rows.get(block).clamp(min=lowest)
             row_sum = None if row_max is None else (row_max > lowest).to(chunks.dtype)
+            spread = top = None  # t of the entropy, and the largest score without the sink
             for number, span in enumerate(spans):
                 keys = span.keys
                 s = scores.compute(block, span, q_block, k_keys.get(block, keys))
+                new_max = s.amax(-1, keepdim=True)
+                if largest_rows is not None:
+                    top = new_max.clone() if top is None else torch.maximum(top, new_max)
                 # Not -inf in a row without keys, because -inf - -inf is NaN.
-                new_max = s.amax(-1, keepdim=True).clamp_(min=lowest)
+                new_max.clamp_(min=lowest)
                 if row_max is not None:
                     new_max = torch.maximum(row_max, new_max)
-                p = exponential(s.sub_(new_max))
+                s.sub_(new_max)
+                if entropy_rows is not None:
+                    exponents = torch.clamp(s, min=LEAST_EXPONENT, out=chunks.buffer(1, s.shape))
+                    spread = _moved(spread, row_sum, row_max, new_max)
+                p = exponential(s)
+                if spread is not None:
+                    spread += exponents.mul_(p).sum(-1, keepdim=True)
                 own_sum = p.sum(-1, keepdim=True)
                 if row_max is None or row_sum is None:
                     row_sum = own_sum
@@ -132,11 +156,26 @@ def forward(
                 multiply(p, v_keys.get(block, keys), acc_o, keep=number > 0)
                 row_max = new_max
             assert row_max is not None and row_sum is not None
-            lse_rows.put(block, row_max.add_(row_sum.log()))
+            log_sum = row_sum.log()
+            if largest_rows is not None and top is not None:
+                largest_rows.put(block, top)
+            if entropy_rows is not None and spread is not None:
+                # The largest score adds 1 to the sum: only rows with nothing have a sum below 1, and no entropy.
+                entropy_rows.put(block, log_sum.clamp(min=0.0).sub_(spread.div_(row_sum.clamp(min=1.0))))
+            lse_rows.put(block, row_max.add_(log_sum))
             # The largest score of a row adds 1 to its sum, which is 0 only in a row without keys.
             acc_o.div_(row_sum.clamp_(min=1.0))
             out_rows.put(block, acc_o if dropout is None else acc_o.mul_(dropout.scale))
-    return out, lse
+    return results
+
+
+def _moved(spread: Tensor | None, row_sum: Tensor | None, row_max: Tensor | None, new_max: Tensor) -> Tensor:
+    """Return t of the entropy, as the sum of the scores so far, from their largest moved to a new one."""
+    if row_max is None or row_sum is None:
+        return torch.zeros_like(new_max)
+    step = (row_max - new_max).clamp_(min=LEAST_EXPONENT)
+    moved = step * row_sum
+    return (moved if spread is None else moved.add_(spread)).mul_(step.exp())
 
 
 @torch.no_grad()
@@ -160,6 +199,7 @@ def backward(
     repeats: tuple[int, int] = (1, 1),
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return the requested gradients, computed chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
@@ -174,6 +214,7 @@ def backward(
         out, lse: as returned by :func:`forward`, or by any other backend.
         needs_grad: whether dq, dk, dv, dbias and dsink are computed.
         repeats, sink, dropout: as given to :func:`forward`.
+        entropy: as returned by :func:`forward`, and its gradient; None where it has none.
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias, contiguous; None where not needed. With a
@@ -196,21 +237,29 @@ def backward(
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     band = (is_causal, window_size)
+    buffers = 2 if entropy is None else 3
     chunks = cut(
-        q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=2, sums_per_key=sums_per_key
+        q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=buffers, sums_per_key=sums_per_key
     )
     scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
-    per_row, dsink = finite_dlse, None
+    per_row, dsink, dentropy = finite_dlse, None, None
+    if entropy is not None:
+        dentropy = entropy[1].to(lse.dtype).masked_fill(empty, 0.0)
+        # What delta gets: as if lse had this gradient.
+        lifted = entropy[0].to(lse.dtype).mul(dentropy).neg_()
+        finite_dlse = dlse = lifted if finite_dlse is None else lifted.add_(finite_dlse)
     sink_gradients: tuple[Tensor | None, ...] = ()
     if sink is not None:
         is_row_bias = need_bias and isinstance(bias, Tensor) and bias.shape[3] == 1
         if any(need_sink) or is_row_bias:
             delta_rows = row_delta(dout, out, dlse, lse)
+            if dentropy is not None:
+                delta_rows += dentropy * sink_log_probability(sink, lse)
             dsink = sink_gradient(sink, lse, delta_rows) if any(need_sink) else None
-            per_row = through_lse(finite_dlse, sink, lse, delta_rows)
+            per_row = through_lse(per_row, sink, lse, delta_rows)
         sink_gradients = (dsink,)
     dbias: BiasGradient | None = None
     if bias is not None and need_bias:
@@ -233,7 +282,7 @@ def backward(
     sum_delta = need_ds and out.dtype != chunks.dtype
     q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))
     lse_rows = Rows(finite_lse.mT.unsqueeze(3), chunks)
-    dlse_rows = None if finite_dlse is None else Rows(finite_dlse.mT.unsqueeze(3), chunks)
+    dlse_rows, dentropy_rows = (None if x is None else Rows(x.mT.unsqueeze(3), chunks) for x in (finite_dlse, dentropy))
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     dq_rows = None if dq is None else Rows(dq, chunks)
     share_rows = None if sink is None else Rows(sink_probability(sink, lse).mT.unsqueeze(3), chunks)
@@ -244,7 +293,7 @@ def backward(
             dq_sum = torch.zeros_like(q_block) if need_q else None
             dlse_block = None if dlse_rows is None else dlse_rows.get(block)
             share = None if share_rows is None else share_rows.get(block)
-            row_sum, delta = None, None
+            row_sum, delta, logs = None, None, None
             if len(spans) > 1:
                 if need_ds and not sum_delta:
                     delta = (dout_block * out_rows.get(block)).sum(-1, keepdim=True)
@@ -268,14 +317,18 @@ def backward(
             for span in spans:
                 keys = span.keys
                 k_block = k_keys.get(block, keys)
-                p = exponential(scores.compute(block, span, q_block, k_block).sub_(lse_block))
+                s = scores.compute(block, span, q_block, k_block).sub_(lse_block)
+                if dentropy_rows is not None and need_ds:
+                    logs = torch.clamp(s, min=LEAST_EXPONENT, out=chunks.buffer(4, s.shape))
+                p = exponential(s)
+                total = row_sum
                 if len(spans) == 1:
                     total = p.sum(-1, keepdim=True)
                     if share is not None:
                         total += share
-                    p.div_(total.masked_fill_(total == 0, 1.0))
-                elif row_sum is not None:
-                    p.div_(row_sum)
+                    total.masked_fill_(total == 0, 1.0)
+                if total is not None:
+                    p.div_(total)
                 kept = None if dropout is None else kept_in(dropout, chunks, block, keys)
                 if dv_sum is not None:
                     weights = p if kept is None else torch.mul(p, kept, out=chunks.buffer(3, p.shape))
@@ -288,6 +341,9 @@ def backward(
                 softmax_backward(ds, p, delta)
                 if dlse_block is not None:
                     ds.addcmul_(p, dlse_block)
+                if logs is not None and dentropy_rows is not None:
+                    logs = logs if total is None else logs.sub_(total.log())
+                    ds.addcmul_(logs.mul_(p), dentropy_rows.get(block), value=-1.0)
                 if dbias is not None:
                     dbias.add(block, keys, ds)
                 if scores.slope is not None:

@@ -24,6 +24,8 @@ def attention(
     return_probs: bool = False,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    max_scores: bool = False,
+    entropy: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attend with mask, bias, causal limit, window, softcap and sink, by the formula and nothing else.
 
@@ -54,9 +56,11 @@ def attention(
         sink: (Hq,), any float dtype: one more logit for each query head, without a value, not scaled and not capped.
             -inf stands for no sink.
         dropout: which probabilities are dropped before ``@ v``; None for none.
+        max_scores: also return the largest score of each row, (B, Hq, Lq), without the sink; it has no gradient.
+        entropy: also return the entropy of each row, (B, Hq, Lq), of its keys and its sink.
 
     Returns:
-        ``(out, lse)`` or ``(out, lse, probs)``. out is (B, Lq, Hq, Dv) in q's dtype. lse (B, Hq, Lq) is the natural log
+        ``(out, lse)``, and then max_scores, entropy and probs where they are asked for. out is (B, Lq, Hq, Dv) in q's dtype. lse (B, Hq, Lq) is the natural log
         of the sum of exp of the scores. lse and probs are fp32 (fp64 for fp64), and without dropout. The caller
         validates the arguments.
 
@@ -70,11 +74,17 @@ def attention(
     [[1.0, 0.0], [0.269, 0.731]]
     """
     s, _ = scores(q, k, mask, bias, is_causal, softmax_scale, softcap, window_size)
-    p, lse = softmax(s, sink)
+    p, lse, share = _softmax(s, sink)
     weights = p if dropout is None else dropout.apply(p)
     out = torch.einsum("bhgij,bjhd->bihgd", weights.to(v.dtype), v).flatten(2, 3)
-    lse = lse.flatten(1, 2)
-    return (out, lse, p.flatten(1, 2)) if return_probs else (out, lse)
+    results = [lse]
+    if max_scores:
+        results.append(largest(s))
+    if entropy:
+        results.append(row_entropy(p, share))
+    if return_probs:
+        results.append(p)
+    return out, *(x.flatten(1, 2) for x in results)
 
 
 def gradients(
@@ -92,6 +102,7 @@ def gradients(
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    dentropy: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of :func:`attention` by their formulas, themselves differentiable.
 
@@ -101,6 +112,7 @@ def gradients(
     Args:
         dout: (B, Lq, Hq, Dv), the gradient of out.
         dlse: (B, Hq, Lq), the gradient of lse, or None for zero.
+        dentropy: likewise of the entropy.
         the rest: as for :func:`attention`.
 
     Returns:
@@ -108,6 +120,7 @@ def gradients(
         bias. With a sink ``(dq, dk, dv, dbias, dsink)``.
 
     Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse subtracted from delta.
+    The entropy H of a row with gradient g adds -g p ln p to ds, and g H to delta.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64).requires_grad_()
@@ -122,7 +135,7 @@ def gradients(
     dout_g = dout.to(wide).unflatten(2, (num_heads_k, -1))
     scale = default_scale(q, softmax_scale)
     s, slope = scores(q.to(wide), kg, mask, bias, is_causal, scale, softcap, window_size)
-    p, lse = softmax(s, sink)
+    p, lse, share = _softmax(s, sink)
     weights = p if dropout is None else dropout.apply(p)
     out = torch.einsum("bhgij,bjhd->bihgd", weights, vg)
     delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
@@ -130,7 +143,14 @@ def gradients(
         # The lse of an empty row is the constant -inf. Its dlse is ignored, because inf * (p = 0) would be NaN.
         delta = delta - dlse.to(wide).unflatten(1, (num_heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
     dp = torch.einsum("bihgd,bjhd->bhgij", dout_g, vg)
-    ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
+    dp = dp if dropout is None else dropout.apply(dp)
+    sink_delta = delta  # of the sink, whose dp is 0
+    if dentropy is not None:
+        g = dentropy.to(wide).unflatten(1, (num_heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
+        delta = delta + g * row_entropy(p, share)
+        sink_delta = delta if share is None else delta + g * log_of(share)
+        dp = dp - g.unsqueeze(-1) * log_of(p)
+    ds = p * (dp - delta.unsqueeze(-1))
     ds_product = scale * (ds if slope is None else ds * slope)
 
     dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, kg).flatten(2, 3)
@@ -142,7 +162,7 @@ def gradients(
     gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
     if sink is None:
         return gradients
-    return *gradients, sink_gradient(sink, lse.flatten(1, 2), delta.flatten(1, 2))
+    return *gradients, sink_gradient(sink, lse.flatten(1, 2), sink_delta.flatten(1, 2))
 
 
 def scores(
@@ -190,6 +210,27 @@ def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         s: (B, Hk, G, Lq, Lk).
         sink: (Hk * G,), one more logit for every row of a head; it counts in the sum only.
     """
+    return _softmax(s, sink)[:2]
+
+
+def largest(s: Tensor) -> Tensor:
+    """Return the largest of the scores of each row, (B, Hk, G, Lq), without a gradient; -inf without keys."""
+    return s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+
+
+def row_entropy(p: Tensor, share: Tensor | None) -> Tensor:
+    """Return -sum p ln p over the keys of each row and its sink, whose probability is `share`."""
+    total = -(p * log_of(p)).sum(-1)
+    return total if share is None else total - share * log_of(share)
+
+
+def log_of(p: Tensor) -> Tensor:
+    """Return ln p, 0 where p is 0: there neither p ln p nor a derivative of it counts."""
+    return p.masked_fill(p == 0, 1.0).log()
+
+
+def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what :func:`softmax` does, and the probability of the sink, (B, Hk, G, Lq)."""
     # Any constant shift gives the same result, so it needs no gradient. logsumexp, unlike amax, also takes Lk = 0.
     shift = s.detach().logsumexp(-1, keepdim=True)
     if sink is not None:
@@ -197,12 +238,14 @@ def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shift = torch.logaddexp(shift, sink.detach())
     finite_shift = shift.masked_fill(shift == -torch.inf, 0.0)
     weight = torch.exp(s - finite_shift)
-    total = weight.sum(-1, keepdim=True)
+    total, sink_weight = weight.sum(-1, keepdim=True), None
     if sink is not None:
-        total = total + torch.exp(sink - finite_shift)
+        sink_weight = torch.exp(sink - finite_shift)
+        total = total + sink_weight
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    return weight / total, (shift + torch.log(total)).squeeze(-1)
+    share = None if sink_weight is None else (sink_weight / total).squeeze(-1)
+    return weight / total, (shift + torch.log(total)).squeeze(-1), share
 
 
 def allowed(

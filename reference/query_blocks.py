@@ -86,15 +86,17 @@ class QueryBlocks(NamedTuple):
 @torch.no_grad()
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: AnyBias | None, **arguments: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Do as :func:`eager.forward`, with all blocks of queries as one batch where that is faster."""
     blocks = query_blocks(q, k, v, mask, bias, arguments)
     if blocks is None:
         return eager.forward(q, k, v, mask, bias, **arguments)
     assert bias is None or isinstance(bias, Tensor)
     inputs = (blocks.cut(q), blocks.gather(k), blocks.gather(v), blocks.mask, blocks.gather_bias(bias))
-    out, lse = eager.forward(*inputs, **_own_numbers(arguments))
-    return blocks.join(out, q.dtype), blocks.join(lse.mT[..., None], lse.dtype)[..., 0].mT.contiguous()
+    asked = {name: arguments[name] for name in ("max_scores", "entropy")}
+    out, *rows = eager.forward(*inputs, **_own_numbers(arguments), **asked)
+    joined = (blocks.join(x.mT[..., None], x.dtype)[..., 0].mT.contiguous() for x in rows)
+    return blocks.join(out, q.dtype), *joined
 
 
 @torch.no_grad()
@@ -115,10 +117,15 @@ def backward(
     if blocks is None:
         return eager.backward(dout, dlse, q, k, v, mask, bias, out, lse, **arguments)
     assert bias is None or isinstance(bias, Tensor)
-    dlse_rows = None if dlse is None else blocks.cut(dlse.mT[..., None])[..., 0].mT
-    lse_rows = blocks.cut(lse.mT[..., None])[..., 0].mT
+
+    def rows(x: Tensor) -> Tensor:
+        return blocks.cut(x.mT[..., None])[..., 0].mT
+
+    dlse_rows, lse_rows, entropy = None if dlse is None else rows(dlse), rows(lse), arguments["entropy"]
     inputs = (blocks.cut(q), blocks.gather(k), blocks.gather(v), blocks.mask, blocks.gather_bias(bias))
     numbers = {**_own_numbers(arguments), "needs_grad": arguments["needs_grad"]}
+    if entropy is not None:
+        numbers["entropy"] = tuple(rows(x) for x in entropy)
     dq, dk, dv, dbias = eager.backward(blocks.cut(dout), dlse_rows, *inputs, blocks.cut(out), lse_rows, **numbers)[:4]
     dq = None if dq is None else blocks.join(dq, q.dtype)
     dk, dv = (None if x is None else blocks.scatter(x, k.dtype) for x in (dk, dv))

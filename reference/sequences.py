@@ -202,8 +202,10 @@ def forward(
     bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    max_scores: bool = False,
+    entropy: bool = False,
     **flags: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return out and lse of all rows, by one :func:`eager.forward` per run; 0 and -inf in rows of no sequence.
 
     Args:
@@ -211,7 +213,9 @@ def forward(
         q, k, v: 4-D, packed or padded as `batch` says.
         mask, bias: 4-D, each by position or packed, as `batch` says; or a bias by distance within each sequence.
         sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
+        max_scores, entropy: also return these, -inf and 0 in rows of no sequence.
     """
+    flags |= {"max_scores": max_scores, "entropy": entropy}
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs = batch.inputs(s, q, k, v, mask, bias)
@@ -219,11 +223,10 @@ def forward(
 
     runs = list(batch.runs())
     if len(runs) == 1 and batch.fills(q, runs[0]):
-        out, lse = results_of(runs[0])
-        return out, lse
-    out, lse = _empty(q, v)
-    _write(batch, runs, (out, lse), results_of)
-    return out, lse
+        return results_of(runs[0])
+    results = _empty(q, v, max_scores, entropy)
+    _write(batch, runs, results, results_of)
+    return results
 
 
 @torch.no_grad()
@@ -242,6 +245,7 @@ def backward(
     dropout: Dropout | None = None,
     *,
     needs_grad: tuple[bool, ...],
+    entropy: tuple[Tensor, Tensor] | None = None,
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the requested gradients, by one :func:`eager.backward` per run; zeros in rows of no sequence.
@@ -253,6 +257,8 @@ def backward(
         own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
         numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
+        if entropy is not None:
+            numbers["entropy"] = tuple(batch.rows(x, s) for x in entropy)
         return eager.backward(batch.queries(dout, s), own_dlse, *inputs, *results, **numbers)
 
     return _summed(batch, batch.runs(), (q, k, v, bias, sink), needs_grad, gradients_of)
@@ -275,7 +281,7 @@ def forward_tangents(
     Arguments are as for :func:`forward`; a row of no sequence has tangents of 0.
     """
     out, lse = _empty(q, v)
-    results = (out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
@@ -336,24 +342,27 @@ def attention(
     bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    max_scores: bool = False,
+    entropy: bool = False,
     **flags: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return what :func:`forward` returns, by the plain formula and differentiable: the oracle.
 
     Args:
         flags: is_causal, softmax_scale, softcap and window_size, as for :func:`formula.attention`.
     """
-    out, lse = _empty(q, v)
+    results = _empty(q, v, max_scores, entropy)
     # Add sums of empty tensors, so that results depend on the inputs for autograd even without sequences.
     nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, values_of(bias), sink) if x is not None)
-    out, lse = out + nothing, lse + nothing
+    results = tuple(x + nothing for x in results)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs, _ = _as_tensors(batch.inputs(s, q, k, v, mask, bias))
-        return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
+        asked = {"max_scores": max_scores, "entropy": entropy}
+        return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **asked, **flags)
 
-    _write(batch, batch, (out, lse), results_of)
-    return out, lse
+    _write(batch, batch, results, results_of)
+    return results
 
 
 def gradients(
@@ -367,6 +376,7 @@ def gradients(
     bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    dentropy: Tensor | None = None,
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return all gradients by :func:`formula.gradients`, themselves differentiable.
@@ -375,9 +385,9 @@ def gradients(
     """
 
     def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
-        own_dlse = None if dlse is None else batch.rows(dlse, s)
+        own_dlse, own_dentropy = (None if x is None else batch.rows(x, s) for x in (dlse, dentropy))
         inputs, back = _as_tensors(batch.inputs(s, q, k, v, mask, bias))
-        numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), **flags}
+        numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "dentropy": own_dentropy, **flags}
         dq, dk, dv, dbias, *dsink = formula.gradients(batch.queries(dout, s), own_dlse, *inputs, **numbers)
         return dq, dk, dv, None if dbias is None else back(dbias), *dsink
 
@@ -418,11 +428,11 @@ def _write(
     results: tuple[Tensor, ...],
     results_of: Callable[[Sequence], tuple[Tensor, ...]],
 ) -> None:
-    """Write the results of every sequence that has queries: out and lse, and more of these in turn."""
+    """Write the results of every sequence that has queries: out or its like, and rows such as lse."""
     for s in sequences:
         if s.seqlen_q > 0:
-            for place, (x, own) in enumerate(zip(results, results_of(s), strict=True)):
-                part = batch.rows if place % 2 else batch.queries
+            for x, own in zip(results, results_of(s), strict=True):
+                part = batch.queries if x.dim() == 4 else batch.rows
                 part(x, s).copy_(own)
 
 
@@ -457,6 +467,11 @@ def _summed(
     return tuple(results[:4] if sink is None and len(results) == 5 else results)
 
 
-def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_zeros(q.shape[:3] + v.shape[3:])
-    return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=formula.softmax_dtype(q))
+def _empty(q: Tensor, v: Tensor, max_scores: bool = False, entropy: bool = False) -> tuple[Tensor, ...]:
+    """Return the results of rows that no sequence has: out, lse, and what else is asked for."""
+    filled = (0.0, -torch.inf, *[-torch.inf] * max_scores, *[0.0] * entropy)
+    shapes = (q.shape[:3] + v.shape[3:], *[(q.shape[0], q.shape[2], q.shape[1])] * (len(filled) - 1))
+    dtypes = (q.dtype, *[formula.softmax_dtype(q)] * (len(filled) - 1))
+    return tuple(
+        q.new_full(shape, value, dtype=dtype) for shape, value, dtype in zip(shapes, filled, dtypes, strict=True)
+    )

@@ -42,6 +42,7 @@ def gradients(
     window_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
+    dentropy: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradient formulas with products and stored tensors in q's dtype, and the rest in fp32.
 
@@ -59,15 +60,24 @@ def gradients(
     if dlse is not None:
         delta = delta - rearrange(dlse, "b (h g) i -> b h g i", h=heads_k).masked_fill(lse == -torch.inf, 0.0)
     dp = torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype)
-    ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
+    dp = dp if dropout is None else dropout.apply(dp)
+    # In a row with neither keys nor a sink -inf - -inf is NaN; its share is 0.
+    share = None
+    if sink is not None:
+        share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))
+    sink_delta = delta
+    if dentropy is not None:
+        g = rearrange(dentropy, "b (h g) i -> b h g i", h=heads_k).masked_fill(lse == -torch.inf, 0.0)
+        delta = delta + g * formula.row_entropy(p, share)
+        sink_delta = delta if share is None else delta + g * formula.log_of(share)
+        dp = dp - g.unsqueeze(-1) * formula.log_of(p)
+    ds = p * (dp - delta.unsqueeze(-1))
     ds_product = (ds if slope is None else ds * slope).to(dtype)
     dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, k).flatten(2, 3).to(p.dtype) * scale
     dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg).to(p.dtype) * scale
     dv = torch.einsum("bhgij,bihgd->bjhd", weights.to(dtype), dout)
     dbias = None if bias is None else formula.bias_gradient(ds, bias, q.shape[2])
     gradients = dq.to(dtype), dk.to(dtype), dv, dbias
-    if sink is None:
+    if sink is None or share is None:
         return gradients
-    # In a row with neither keys nor a sink -inf - -inf is NaN; its share is 0.
-    share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))
-    return *gradients, -(share * delta).sum((0, 3)).flatten().to(sink.dtype)
+    return *gradients, -(share * sink_delta).sum((0, 3)).flatten().to(sink.dtype)

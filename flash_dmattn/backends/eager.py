@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, Gradients
+from ..problem import AttentionProblem, Gradients, RowEntropy
 from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
 from ..reference import formula, query_blocks
@@ -17,6 +17,7 @@ from ..reference import tangents as forward_mode
 from ..reference.masks import AnyMask, Intervals, TileBits
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from .reference import (
+    asked_for,
     batch_of,
     bool_mask,
     chunk_bias_of,
@@ -82,16 +83,23 @@ def _chunked(
 
 
 def _plan_forward(problem: AttentionProblem) -> Forward:
-    run = _chunked(problem, query_blocks.forward, loop.forward)
+    run = _chunked(problem, query_blocks.forward, loop.forward, **asked_for(problem))
     return lambda x: run(x, sink=x.sink)
 
 
 def _plan_backward(problem: AttentionProblem) -> Backward:
     run = _chunked(problem, query_blocks.backward, loop.backward, needs_grad=problem.needs_grad)
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+    def backward(
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        entropy: RowEntropy | None = None,
+    ) -> Gradients:
         x, out, lse = saved
-        gradients: Gradients = run(x, out, lse, first=(dout, dlse), sink=x.sink)
+        gradients: Gradients = run(x, out, lse, first=(dout, dlse), sink=x.sink, entropy=entropy)
         return gradients
 
     return backward
@@ -107,14 +115,17 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
     return lambda x, own, lse, sent: run(x, x.sink, own, lse, first=(sent,))
 
 
-def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
+def _differentiable_backward(
+    problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None = None
+) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose gradient is the second derivative of attention."""
     numbers, dropout, tensors = formula_numbers(problem), dropout_of(problem, x), (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
         own = for_sequences(problem, x)
-        return loop.gradients(batch_of(problem, x), *tensors, *own, x.sink, dropout, **numbers)
+        return loop.gradients(batch_of(problem, x), *tensors, *own, x.sink, dropout, dentropy, **numbers)
     mask, bias, to_list_values = for_formula(problem, x)
-    dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
+    numbers |= {"sink": x.sink, "dropout": dropout, "dentropy": dentropy}
+    dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, **numbers)
     if dbias is not None and x.bias is not None:  # summed to the bias as the call has it
         dbias = formula.sum_entries(to_list_values(dbias), x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
     return dq, dk, dv, dbias, *dsink
@@ -125,7 +136,8 @@ BACKEND = Backend(
     plan_forward=_plan_forward,
     plan_backward=_plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"}
+    | {"max_scores", "entropy"},
     notes=lambda p: (
         ("returns only shapes, strides and dtypes: meta tensors hold no values",) if p.device == "meta" else ()
     ),

@@ -15,6 +15,7 @@ from ..problem import (
     MaskChoice,
     MaskForm,
     MaskView,
+    RowEntropy,
     SequenceView,
     hinted,
     make_band,
@@ -183,10 +184,9 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
         if backend.is_differentiable:
             return lambda inputs: tuple(x.squeeze(0) for x in run(inputs.in_rows(arrival)))
 
-        def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-            out, lse = run(inputs.in_rows(arrival))
+        def forward(inputs: Inputs) -> tuple[Tensor, ...]:
             # In place: a view would forbid users to write to the results of an autograd function.
-            return out.squeeze_(0), lse.squeeze_(0)
+            return tuple([x.squeeze_(0) for x in run(inputs.in_rows(arrival))])
 
         return forward
     choice = _choose(problem, ((backend, "forward"),))
@@ -215,7 +215,7 @@ def _plan_backward(backend: Backend, problem: AttentionProblem) -> Backward:
         return backend.plan_backward(problem)
     run = backend.plan_backward(problem._replace(mask_form=choice.form))
 
-    def converted(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> tuple[Tensor | None, ...]:
+    def converted(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> tuple[Tensor | None, ...]:
         inputs: Inputs = saved.inputs
         mask = convert(problem, choice, inputs.mask, inputs.sequences)
         return run(saved._replace(inputs=inputs._replace(mask=mask)), dout, dlse, **more)
@@ -265,8 +265,12 @@ def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
     """Return a backward pass of tensors as they arrive that runs one of rows (B, L, H, D)."""
     arrival = problem.arrival
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> Gradients:
+    def backward(
+        saved: Saved, dout: Tensor, dlse: Tensor | None, entropy: RowEntropy | None = None, **more: Any
+    ) -> Gradients:
         dout, dlse = result_in_rows(dout, arrival), result_in_rows(dlse, arrival)
+        if entropy is not None:
+            more["entropy"] = entropy.in_rows(arrival)
         return as_arrived(run(saved.in_rows(arrival), dout, dlse, **more), arrival)
 
     return backward

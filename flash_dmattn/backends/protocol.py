@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm, RowEntropy
 from ..problem.inputs import Inputs, Saved
 from ..reference.tangents import Cotangents, Tangents
 
@@ -22,11 +22,13 @@ Direction = Literal["forward", "backward", "tangents"]
 _HINTS = {
     **dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes"),
     "lists": "PreparedMask.from_mask(mask.dense()) has a bit for each pair, which it may take",
+    **dict.fromkeys(("max_scores", "entropy"), 'backend="eager" has it'),
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
-# forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
-# asks for them, and may return (out,) if the problem does not ask for lse.
+# forward(inputs) -> (out, lse), followed by the largest scores and the entropies of rows, in this order, where the flags
+# of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the problem asks
+# for them, and may return (out,) if the problem asks for nothing else.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
 # tangents(inputs, tangents) -> (out, lse, tout, tlse), computed together.
 ForwardTangents = Callable[[Inputs, Tangents], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -38,12 +40,19 @@ class Backward(Protocol):
     """The backward pass of a class of calls."""
 
     def __call__(
-        self, saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None
+        self,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        entropy: RowEntropy | None = None,
     ) -> Gradients:
         """Return (dq, dk, dv, dbias, dsink), with None for each that `problem.needs_grad` does not ask for.
 
         Only backends with `stores_dbias` get `dbias_out`, a tensor of the shape, dtype and device of the bias. Its
-        strides may be any under which no two elements overlap. They write dbias into it and return it.
+        strides may be any under which no two elements overlap. They write dbias into it and return it. Only backends
+        with the feature "entropy" get `entropy`, of calls whose entropies have a gradient.
         """
         ...
 
@@ -157,8 +166,9 @@ class Backend:
             cannot hold the log of the sum; `attention` returns float32 all the same. Where log(sum) would vanish even
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
-        differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
-            auto takes that of eager, and calls that name the backend have no second derivative.
+        differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch; with the
+            feature "entropy" also (problem, inputs, dout, dlse, dentropy). Without it auto takes that of eager, and
+            calls that name the backend have no second derivative.
         has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) goes through its forward pass.
         plan_tangents: problem -> tangents(inputs, tangents) -> (out, lse, tout, tlse), a forward pass in forward mode.
             Calls of a backend without one run on another: see `selection.select_tangents`.
@@ -186,7 +196,7 @@ class Backend:
     )
     wide_lse: bool = False
     stores_dbias: bool = False
-    differentiable_backward: Callable[[AttentionProblem, Inputs, Tensor, Tensor | None], Gradients] | None = None
+    differentiable_backward: Callable[..., Gradients] | None = None
     has_forward_ad: bool = False
     plan_tangents: Callable[[AttentionProblem], ForwardTangents] | None = None
     plan_tangent_gradients: Callable[[AttentionProblem, tuple[bool, ...]], BackwardTangents] | None = None

@@ -97,6 +97,11 @@ def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 
+def asked_for(problem: AttentionProblem) -> dict[str, bool]:
+    """Return which numbers about its rows a call asks for."""
+    return {"max_scores": problem.flags.max_scores, "entropy": problem.flags.entropy}
+
+
 def dropout_of(problem: AttentionProblem, inputs: Inputs) -> Dropout | None:
     return None if inputs.dropout is None else Dropout(problem.dropout_p, inputs.dropout)
 
@@ -124,8 +129,8 @@ def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
-    """Plan (out, lse), and the (B, Hq, Lq, Lk) probabilities if asked for; see `flash_dmattn.reference.formula`."""
-    numbers = formula_numbers(problem)
+    """Plan (out, lse), and what else is asked for; see `flash_dmattn.reference.formula`."""
+    numbers = {**formula_numbers(problem), **asked_for(problem)}
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         tensors, others = (x.q, x.k, x.v), {"sink": x.sink, "dropout": dropout_of(problem, x), **numbers}

@@ -20,7 +20,7 @@ from .. import api, explanation
 from ..biases import require_dense_bias
 from ..definition import is_dtensor
 from ..gradients import contiguous_strides
-from ..problem import RawFlags, Repeats, fold_call
+from ..problem import AuxRequest, RawFlags, Repeats, fold_call
 from ..validation import PreparedCall, describe
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
@@ -31,21 +31,35 @@ from .layout import SequenceLayout
 Dims = tuple[int | None, ...]
 
 
-def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
+def attention(
+    q: Any,
+    *others: Any,
+    sink: Any,
+    sequences: object,
+    dropout_p: float,
+    max_scores: bool,
+    entropy: bool,
+    **flags: Any,
+) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
-    q determines placements; arguments are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
+    q determines placements; arguments are as passed to `flash_dmattn.attention`: k, v, mask and bias in order. The
+    largest scores and entropies of rows follow lse, where they are asked for.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
         call = ShardedCall((q, *others, sink), sequences, dropout_p)
-        over = None if call.rows_on is None else call.over_ranks(return_probs)
+        over = None if call.rows_on is None else call.over_ranks(return_probs, max_scores, entropy)
     except Exception as error:
         groups = _groups_of_rows(q)
         if groups:  # whose other ranks compare their calls meanwhile
             refuse_together(groups, error)
         raise
     *local, sink = call.local
+    if over is None and (max_scores or entropy):
+        del flags["return_lse"]
+        out, aux = api.attention(*local, sink=sink, return_aux=AuxRequest(True, max_scores, entropy), **flags)
+        return call.wrap((out, *(x for x in aux if x is not None)))
     if over is None:
         results = api.attention(*local, return_probs=return_probs, sink=sink, **flags)
     else:
@@ -55,14 +69,27 @@ def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: flo
 
 
 def explain(
-    *tensors: Any, sink: Any, sequences: object, dropout_p: float, return_probs: bool, **flags: Any
+    *tensors: Any,
+    sink: Any,
+    sequences: object,
+    dropout_p: float,
+    return_probs: bool,
+    return_lse: bool,
+    max_scores: bool,
+    entropy: bool,
+    **flags: Any,
 ) -> explanation.Explanation:
     """Explain the call of this rank, by `explain_context_parallel` where ranks share the sequence."""
     call = ShardedCall((*tensors, sink), sequences, dropout_p)
     *local, sink = call.local
     if call.rows_on is None:
-        return explanation.explain(*local, sink=sink, return_probs=return_probs, **flags)
-    return explain_context_parallel(*local, sink=sink, **flags | call.over_ranks(return_probs))
+        if max_scores or entropy:
+            flags["return_aux"] = AuxRequest(return_lse, max_scores, entropy)
+        else:
+            flags |= {"return_lse": return_lse, "return_probs": return_probs}
+        return explanation.explain(*local, sink=sink, **flags)
+    over = call.over_ranks(return_probs, max_scores, entropy)
+    return explain_context_parallel(*local, sink=sink, return_lse=return_lse, **flags | over)
 
 
 class ShardedCall:
@@ -96,10 +123,15 @@ class ShardedCall:
             self._check_rows(q, len(rows_on))
         self.local = tuple([self._local(name, x) for name, x in named.items()])
 
-    def over_ranks(self, return_probs: bool) -> dict[str, Any]:
+    def over_ranks(self, return_probs: bool, max_scores: bool, entropy: bool) -> dict[str, Any]:
         """Return the group that shares the sequence and its layouts, as arguments of `context_parallel_attention`."""
         if return_probs:
             raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
+        if max_scores or entropy:
+            raise ValueError(
+                f"return_aux asks for {'max_scores' if max_scores else 'entropy'}, and q shares its sequence; only lse "
+                "is computed over ranks (shard q by batch or heads, or call attention with local tensors)"
+            )
         if torch.compiler.is_compiling():
             raise ValueError(
                 "q shares its sequence in a graph of torch.compile, which cannot trace how a SequenceLayout is made; "

@@ -59,6 +59,7 @@ from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients
 from .inputs import MaskChoice as MaskChoice
 from .inputs import MaskView as MaskView
+from .inputs import RowEntropy as RowEntropy
 from .inputs import SequenceView as SequenceView
 from .leading import MappedCall as MappedCall
 from .leading import Repeats as Repeats
@@ -66,3 +67,8 @@ from .leading import collapse as collapse
 from .leading import fold_call as fold_call
 from .leading import heads_as_rows as heads_as_rows
 from .leading import merge as merge
+from .requests import AnyAuxRequest as AnyAuxRequest
+from .requests import AuxOutput as AuxOutput
+from .requests import AuxRequest as AuxRequest
+from .requests import output_of as output_of
+from .requests import read_request as read_request

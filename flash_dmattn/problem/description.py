@@ -45,7 +45,10 @@ class NeedsGrad(NamedTuple):
 
 
 class RawFlags(NamedTuple):
-    """The arguments of `attention` that are no tensors, except the backend, as the caller passed them."""
+    """The arguments of `attention` that are no tensors, except the backend, as the caller passed them.
+
+    An `AuxRequest` is passed as its fields.
+    """
 
     is_causal: bool = False
     softmax_scale: float | None = None
@@ -55,6 +58,8 @@ class RawFlags(NamedTuple):
     return_lse: bool = False
     return_probs: bool = False
     dropout_p: float = 0.0
+    max_scores: bool = False
+    entropy: bool = False
 
 
 class SequenceSpec(NamedTuple):
@@ -123,6 +128,7 @@ class Flags(NamedTuple):
         chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
         allows_tf32: see the function `allows_tf32`. Both passes read it here: had torch's setting changed between them,
             the backward pass would compute p of other scores than the lse of the forward pass.
+        max_scores, entropy: whether the forward pass returns them, in this order after out and lse.
         sequences: their layout.
     """
 
@@ -144,6 +150,8 @@ class Flags(NamedTuple):
     list_size: int = 0
     chosen: bool = False
     allows_tf32: bool = False
+    max_scores: bool = False
+    entropy: bool = False
     sequences: SequenceSpec | None = None
 
     @property
@@ -346,6 +354,8 @@ class AttentionProblem(NamedTuple):
             (self.flags.allows_tf32, "TF32 allowed"),
             (self.return_lse, "return_lse"),
             (self.return_probs, "return_probs"),
+            (self.flags.max_scores, "max_scores"),
+            (self.flags.entropy, "entropy"),
         ]
         parts += [text for present, text in named if present]
         wanted = [f"d{name}" for name, needed in zip(NeedsGrad._fields, self.needs_grad, strict=True) if needed]
@@ -376,6 +386,8 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "deterministic": lambda p: p.deterministic,
     "return_lse": lambda p: p.return_lse,
     "return_probs": lambda p: p.return_probs,
+    "max_scores": lambda p: p.flags.max_scores,
+    "entropy": lambda p: p.flags.entropy,
     "sink": lambda p: p.sink is not None,
     "dropout_p": lambda p: p.dropout_p > 0,
     "sequences": lambda p: p.sequences is not None,

@@ -161,6 +161,16 @@ class Saved(NamedTuple):
         return Saved(x.in_rows(arrival), result_in_rows(out, arrival), result_in_rows(lse, arrival))
 
 
+class RowEntropy(NamedTuple):
+    """The entropies of rows, as the forward pass made them, and their gradient: each like lse."""
+
+    values: Tensor
+    gradient: Tensor
+
+    def in_rows(self, arrival: Arrival) -> RowEntropy:
+        return RowEntropy(result_in_rows(self.values, arrival), result_in_rows(self.gradient, arrival))
+
+
 class SavedLayout(NamedTuple):
     """How the tensors that autograd keeps of a call make `Inputs` and `Saved`: the same for all calls of a plan.
 
@@ -168,11 +178,13 @@ class SavedLayout(NamedTuple):
         mask_form: the form of the mask, whose tensors come first among the tensors without gradients.
         num_sequence_tensors: the number of tensors of sequences, which come next.
         has_dropout: whether the key of dropout comes last.
+        has_entropy: whether the entropies of rows are kept, too, after the tensors of the inputs.
     """
 
     mask_form: MaskForm
     num_sequence_tensors: int = 0
     has_dropout: bool = False
+    has_entropy: bool = False
 
     def inputs(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *others: Tensor
@@ -192,4 +204,4 @@ class SavedLayout(NamedTuple):
 def saved_layout_of(p: AttentionProblem) -> SavedLayout:
     """Return the layout of the saved tensors of a class of calls, whose masks have the form that the problem names."""
     spec = p.sequences
-    return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)
+    return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0, p.flags.entropy)

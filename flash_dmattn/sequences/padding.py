@@ -129,9 +129,9 @@ class Jagged:
         )
 
     def wrap(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return out as (S, j, Hq, Dv) and lse as (S, Hq, j), nested, with the offsets of q."""
-        out, lse = results[:2]
-        return self._nested(out), self._nested(lse.mT).transpose(1, 2)
+        """Return out as (S, j, Hq, Dv), and lse and its like as (S, Hq, j), nested, with the offsets of q."""
+        out, *rows = results
+        return self._nested(out), *(self._nested(x.mT).transpose(1, 2) for x in rows)
 
     def _nested(self, values: Tensor) -> Tensor:
         like = self._like
