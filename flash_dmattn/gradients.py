@@ -37,7 +37,32 @@ def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
     return x if x is None or not x.dtype == torch.float64 != dtype else x.float()
 
 
-def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def empty_rows(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]] | None:
+    """Return `lse -> rows`, the largest scores and the entropies that a class of calls asks for; None if neither.
+
+    They are as in rows without keys, -inf and 0, because no kernel writes rows that no sequence has.
+    """
+    values = [*[-torch.inf] * p.flags.max_scores, *[0.0] * p.flags.entropy]
+    return (lambda lse: tuple([empty_statistic(lse, p.dtype).fill_(value) for value in values])) if values else None
+
+
+def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return `q -> (out, lse)`, followed by what `empty_rows` makes, for a class of calls.
+
+    It is `_allocate_outputs` of most calls, without another function around it.
+    """
+    allocate, rows = _allocate_outputs(p), empty_rows(p)
+    if rows is None:
+        return allocate
+
+    def with_rows(q: Tensor) -> tuple[Tensor, ...]:
+        out, lse = allocate(q)
+        return out, lse, *rows(lse)
+
+    return with_rows
+
+
+def _allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return `q -> (out, lse)`, which allocates like `empty_outputs`, for a class of calls in at most 32 bits.
 
     out is (B, L, H, Dv), also for q in head-first layout; of tokens it is (T, H, Dv), and lse (H, T). With a bias
@@ -79,14 +104,15 @@ def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, T
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
 
 
-def run_without_keys(p: AttentionProblem, wide_lse: bool = False) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+def run_without_keys(p: AttentionProblem, wide_lse: bool = False) -> Callable[[Inputs], tuple[Tensor, ...]]:
     """Return the forward pass of a class of calls for which no kernel runs: see `has_pairs`, and `Backend.wide_lse`."""
+    rows = empty_rows(p) or (lambda lse: ())
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
         out, lse = empty_outputs(x.q, x.v, wide_lse and p.bias_tensor is not None)
-        if p.sequences is not None:  # rows of no sequence have no sink either
-            return fill_empty(out, lse, None)
-        return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
+        if p.sequences is not None or p.seqlen_k == 0:
+            fill_empty(out, lse, x.sink if p.sequences is None else None)  # rows of no sequence have no sink either
+        return out, lse, *rows(lse)
 
     return forward
 

@@ -60,9 +60,9 @@ def attention(
         entropy: also return the entropy of each row, (B, Hq, Lq), of its keys and its sink.
 
     Returns:
-        ``(out, lse)``, and then max_scores, entropy and probs where they are asked for. out is (B, Lq, Hq, Dv) in q's dtype. lse (B, Hq, Lq) is the natural log
-        of the sum of exp of the scores. lse and probs are fp32 (fp64 for fp64), and without dropout. The caller
-        validates the arguments.
+        ``(out, lse)``, and then max_scores, entropy and probs where they are asked for. out is (B, Lq, Hq, Dv) in q's
+        dtype. lse (B, Hq, Lq) is the natural log of the sum of exp of the scores. All but out are fp32 (fp64 for fp64),
+        and without dropout. The caller validates the arguments.
 
     Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2);
     sinks as in gpt-oss (arXiv:2508.10925).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from cases import GREAT, GREAT_MIN, HIDDEN, JUMPS, MEANS, SEEN, STEPS, Case, Inputs
 from torch import Tensor
 
+from flash_dmattn import AuxRequest
 from flash_dmattn.biases import split
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
@@ -36,23 +37,33 @@ GREAT_ROW, NOTHING_LEFT = 1e5, 1e8
 def run(
     function: Callable[..., tuple[Tensor, ...]], case: Case, inputs: Inputs, dropout: dict[str, Any] | None = None
 ) -> Results:
-    """(out, lse) of a function with the call's signature, and the gradients the case asks for.
+    """The results of a function with the call's signature, and the gradients the case asks for.
 
-    `dropout` is what the function takes of it, if not what `attention` does.
+    `dropout` is what the function takes of it, if not what `attention` does, and then so is what it returns.
     """
     leaves = [
         x.detach().requires_grad_(name in case.needs_grad) if x is not None else None for name, x in inputs.floats()
     ]
     q, k, v, bias = leaves
-    dropped: dict[str, Any] = case.dropping() if dropout is None else dropout
+    dropped: dict[str, Any] = case.dropping() if dropout is None else {**dropout, **case.asked()}
     torch.manual_seed(case.seed)  # which decides what is dropped
     if inputs.sink is not None:
         sink = dropped["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
-    out, lse = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **dropped)[:2]
+    if case.aux and dropout is None:
+        asked = AuxRequest(True, "max_scores" in case.aux, "entropy" in case.aux)
+        dropped |= {"return_lse": False, "return_aux": asked}
+    out, *rows = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **dropped)
+    if case.aux and dropout is None:
+        rows = [x for x in rows[0] if x is not None]
+    lse, *others = rows
+    named = dict(zip(case.aux, others, strict=False))
     results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
+    results |= {name: x.detach() for name, x in named.items()}
     wanted = [x for x in (*leaves, dropped.get("sink")) if x is not None and x.requires_grad]
     if wanted:
         pairs = [(out, inputs.dout)]
+        if inputs.dentropy is not None:
+            pairs.append((named["entropy"], inputs.dentropy))
         if inputs.dlse is not None:
             # The caller's loss must not use the lse of an empty row without a sink, which is -inf whatever the inputs.
             pairs.append((torch.where(lse > -torch.inf, lse, torch.zeros_like(lse)), inputs.dlse))
@@ -126,12 +137,13 @@ def as_kernels_hold(inputs: Inputs, softmax_scale: float | None, seed: int) -> C
 def yardstick(case: Case, inputs: Inputs) -> Results:
     """Compute the formulas in plain PyTorch, in the dtype of the case, softmax in fp32."""
     x, flags = case.in_formula(inputs), case.flags()
-    out, lse, *gradients = in_plain_pytorch(case.data, x, sink=x.sink, dropout=case.dropout(x.q.device), **flags)
-    return {"out": out, "lse": lse, **dict(zip((*GRADIENTS, "dsink"), gradients, strict=False))}
+    asked = {"sink": x.sink, "dropout": case.dropout(x.q.device), "asked": case.asked()}
+    out, lse, *others = in_plain_pytorch(case.data, x, **asked, **flags)
+    return {"out": out, "lse": lse, **dict(zip((*case.aux, *GRADIENTS, "dsink"), others, strict=False))}
 
 
-def in_plain_pytorch(data: str, x: Any, **flags: Any) -> tuple[Tensor | None, ...]:
-    """Compute out, lse and gradients.
+def in_plain_pytorch(data: str, x: Any, asked: Mapping[str, bool] = {}, **flags: Any) -> tuple[Tensor | None, ...]:
+    """Compute out, lse, what else is asked for, and gradients.
 
     Products far from 0 stay in fp32, as in every backend: rounded to 16 bits they would be off by tens, and then
     anything would be allowed.
@@ -143,8 +155,9 @@ def in_plain_pytorch(data: str, x: Any, **flags: Any) -> tuple[Tensor | None, ..
         rounded, _ = formula.scores(x.q, x.k, None, None, *f)
         scores, _ = formula.scores(x.q.float(), x.k.float(), None, bias, *f)
         bias = (scores - rounded).flatten(1, 2)
-    forward = formula.attention(x.q, x.k, x.v, x.mask, bias, **flags)
-    gradients = list(plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, bias, **flags))
+    forward = formula.attention(x.q, x.k, x.v, x.mask, bias, **asked, **flags)
+    sent = {"dentropy": getattr(x, "dentropy", None)}
+    gradients = list(plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, bias, **sent, **flags))
     if has_products_in_fp32:
         ds = gradients[3].unflatten(1, (heads[0], -1))
         gradients[3] = None if x.bias is None else formula.bias_gradient(ds, x.bias, heads[1])
@@ -167,6 +180,12 @@ def gross(case: Case, inputs: Inputs) -> Results:
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))
     if x.dlse is not None:
         ds = ds + p * x.dlse.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
+    terms = None
+    if x.dentropy is not None:
+        share = None if x.sink is None else share_of_sink(x.sink, lse.flatten(1, 2)).unflatten(1, (heads_k, -1))
+        terms = x.dentropy.abs().unflatten(1, (heads_k, -1)) * formula.row_entropy(p, share)
+        ds = ds - p * formula.log_of(p) * x.dentropy.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
+        ds = ds + p * terms.unsqueeze(-1)
     sizes: Results = {
         "out": torch.einsum("bhgij,bjhd->bihgd", weights, x.v.abs()).flatten(2, 3),
         "dq": abs(scale) * torch.einsum("bhgij,bjhd->bihgd", ds, x.k.abs()).flatten(2, 3),
@@ -178,6 +197,7 @@ def gross(case: Case, inputs: Inputs) -> Results:
     if x.sink is not None:
         rows = (p * dp).sum(-1).flatten(1, 2)
         rows = rows if x.dlse is None else rows + x.dlse.abs()
+        rows = rows if terms is None else rows + terms.flatten(1, 2)
         sizes["dsink"] = (share_of_sink(x.sink, lse.flatten(1, 2)) * rows).sum((0, 2))
     return sizes
 
@@ -498,7 +518,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
     def by_chance(name: str) -> float:
         outs = exact["out"], in_dtype["out"]
         least = 0.0
-        if name not in ("lse", "dsink"):
+        if name not in ("lse", "dsink", "max_scores", "entropy"):
             least = chance(name, case.in_formula(clean), case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
         if case.data not in (*MEANS, *STEPS, *JUMPS, *GREAT, *GREAT_MIN):
             return least

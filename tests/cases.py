@@ -147,6 +147,7 @@ class Inputs:
     dout: Tensor
     dlse: Tensor | None
     sink: Tensor | None = None
+    dentropy: Tensor | None = None
 
     def floats(self) -> list[tuple[str, Tensor | None]]:
         """The operands of every call that can take a gradient, by name; so can the sink, which few calls have."""
@@ -203,6 +204,7 @@ class Case:
     dropout_p: float = 0.0  # of a key drawn after `torch.manual_seed(seed)`
     relative: Numbers | None = None  # in the place of `bias`
     data: str = "centred"
+    aux: tuple[str, ...] = ()  # "max_scores", "entropy": what the call returns besides; the entropy has a gradient
     key_device: str = ""  # of the call's dropout key, where results are compared on another device
 
     def flags(self) -> dict[str, Any]:
@@ -229,6 +231,10 @@ class Case:
             return inputs
         bias = Distances(inputs.bias, self.relative.zero, self.relative.outside == "clamp")
         return replace(inputs, bias=bias)  # type: ignore[arg-type]
+
+    def asked(self) -> dict[str, bool]:
+        """What the call returns besides out and lse, as the formula takes it."""
+        return {name: True for name in self.aux}
 
     def dropping(self) -> dict[str, Any]:
         """Return the arguments of `attention` by which probabilities are dropped."""
@@ -292,7 +298,8 @@ class Case:
                 bias = torch.where(torch.rand(bias.shape, generator=random).to(device) < 1 / 3, -1e4, 0.0).to(bias)
         mask = None if self.mask is None else self._mask(random).to(device)
         sink = None if self.sink is None else self._sink(random).to(device)
-        inputs = Inputs(q, k, v, mask, bias, dout, dlse, sink)
+        dentropy = normal(self.batch, self.num_heads, self.seqlen_q, dtype=lse_dtype) if "entropy" in self.aux else None
+        inputs = Inputs(q, k, v, mask, bias, dout, dlse, sink, dentropy)
         return inputs if self.data == "centred" else self._uncentred(inputs)
 
     def _uncentred(self, x: Inputs) -> Inputs:

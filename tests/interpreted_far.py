@@ -56,7 +56,7 @@ def results(
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
     x = Inputs(q, k, v, mask, bias)
-    launch.forward(x, out, lse, flags)
+    launch.forward(x, out, lse, flags=flags)
     needs_grad = NeedsGrad(True, True, True, bias is not None)
     return [out, lse, *launch.backward(Saved(x, out, lse), dout, dlse, flags, needs_grad)]
 

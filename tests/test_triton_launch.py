@@ -501,7 +501,7 @@ def key_of_plan(function: str, arguments: dict[str, Any]) -> Any:
         keys = Keys()
         patch.setattr(launch, "plans", keys)
         if function.startswith("forward"):
-            launch.forward(x, out, lse, flags)
+            launch.forward(x, out, lse, flags=flags)
         else:
             others = (arguments[name] for name in ("dout", "dlse", "flags", "needs_grad"))
             launch.backward(Saved(x, out, lse), *others)

@@ -5,6 +5,8 @@ With s the scores, over tiles j of keys (Dao, FlashAttention-2, algorithm 1)::
     m' = max(m, rowmax(s_j));  p = exp(s_j - m');  c = exp(m - m');  l = l * c + rowsum(p);  acc = acc * c + p @ v_j
     out = acc / l;  lse = m + log(l)
 
+The entropy of a row is log(l) - t / l, with t = (t + (m - m') l) * c + rowsum(p * (s_j - m')) along the same steps.
+
 Without a bias s is in base 2. With one it is natural, and lse is in fp64: next to a bias of 1e9 fp32 would lose log(l).
 
 The sink of a head is one more score of every row, without a value; it comes last, after a bias of one value per query.
@@ -31,7 +33,7 @@ from .bias_forms import (
 )
 from .dropout import is_kept
 from .pieces import add_product, load_pieces, product_of_rows, split
-from .scores import exp_of, log_sums, masked_scores, scaled
+from .scores import add_spread, entropy_of, entropy_with_sink, exp_of, largest_of, log_sums, masked_scores, scaled
 from .sequences import (
     NO_SEQUENCES,
     bounds_of,
@@ -48,6 +50,7 @@ from .tile_ops import (
     EDGE,
     INSIDE,
     KEYS,
+    LN2,
     LOG2E,
     LOWEST,
     NEAR,
@@ -96,6 +99,8 @@ def forward_kernel(
     bounds,
     table,
     dropout_key,
+    largest,
+    entropy,
     q_strides,
     k_strides,
     v_strides,
@@ -146,7 +151,8 @@ def forward_kernel(
     """Compute out and lse of one tile of queries.
 
     out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is the absolute value of `score_scale` of `Call`.
-    The sink of a row is at `sink_of_head` and `sink_of_row` times its indices.
+    The sink of a row is at `sink_of_head` and `sink_of_row` times its indices. `largest` and `entropy`, like lse, get
+    the largest score and the entropy of each row where they are no None.
 
     With SPLIT_KEYS (split-KV) there are `splits` lses, and outs in fp32, one for each share of the keys; the combine
     kernel adds the sink.
@@ -249,6 +255,7 @@ def forward_kernel(
 
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    spread = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for phase in tl.static_range(EDGE if ONE_LOOP else NEAR if FLAT else INSIDE, EDGE + 1 if EDGES else EDGE):
         begin = 0
@@ -292,14 +299,20 @@ def forward_kernel(
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
                 shift = (new_max - value) * LOG2E
                 shift = tl.where(shift == float("-inf"), LOWEST, shift)
-                p = tl.math.exp2(s * (factor * LOG2E) - shift[:, None])  # one fma
+                exponent = s * (factor * LOG2E) - shift[:, None]  # one fma
+                p = tl.math.exp2(exponent)
+                exponent = exponent * LN2
             elif MAKES_SCORES:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
-                p = exp_of(s - new_max[:, None], BIASED)
+                exponent = s - new_max[:, None]
+                p = exp_of(exponent, BIASED)
             else:
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-                p = tl.math.exp2(s * factor - new_max[:, None])  # one fma
+                exponent = s * factor - new_max[:, None]  # one fma
+                p = tl.math.exp2(exponent)
             rescale = exp_of(row_max - new_max, BIASED)
+            if entropy is not None:
+                spread = add_spread(spread, row_sum, row_max - new_max, rescale, p, exponent)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
@@ -326,11 +339,19 @@ def forward_kernel(
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     if DROPOUT:
         acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
+    if entropy is not None:
+        own_entropy = entropy_of(row_sum, spread, row_bias, BIAS)
     if HAS_SINK:
         logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
         great, small, share = join_sink(great, small, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
+        if entropy is not None:
+            own_entropy = entropy_with_sink(own_entropy, great, small, logits.to(tl.float32), share)
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     if COLUMN_PARTS > 1:
         row_ok = row_ok & (column == 0)  # one of them stores what all have
+    if largest is not None:
+        tl.store(largest + statistics + rows, largest_of(row_max, row_sum, row_bias, BIAS), mask=row_ok)
+    if entropy is not None:
+        tl.store(entropy + statistics + rows, own_entropy, mask=row_ok)
     store_lse(lse + statistics + rows, great, small, row_ok)

@@ -1,6 +1,7 @@
 """The split-KV combine kernel: joins the results that programs computed over shares of the keys.
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
+    largest = max_i largest_i;  entropy = sum_i exp(lse_i - lse) (entropy_i + lse - lse_i)
 
 lse_i and lse are in fp64 where there is a bias: see `store_lse`.
 
@@ -12,15 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LN2, LOG2E, join_sink, split_lse, store_lse, unit_of
+from .scores import entropy_with_sink
+from .tile_ops import LEAST_EXPONENT, LN2, LOG2E, join_sink, split_lse, store_lse, unit_of
 
 
 @triton.jit
 def combine_kernel(
     parts,
     parts_lse,
+    parts_largest,
+    parts_entropy,
     out,
     lse,
+    largest,
+    entropy,
     sink,
     shape,
     splits,
@@ -75,10 +81,21 @@ def combine_kernel(
         values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
         acc += tl.sum(tl.math.exp2((logits - shift).to(tl.float32) * factor)[:, None] * values, 0)
     total = tl.where(total == 0.0, 1.0, total)  # a row without keys
+    if largest is not None:
+        tops = tl.load(parts_largest + every * size + row, mask=every < splits, other=float("-inf"))
+        tl.store(largest + row, tl.max(tops, 0))
+    if entropy is not None:
+        entropies = tl.load(parts_entropy + every * size + row, mask=every < splits, other=0.0)
+        less = tl.maximum((all_lse - shift).to(tl.float32) * factor, LEAST_EXPONENT)
+        own_entropy = tl.sum(tl.math.exp2(less) * (entropies - less * LN2), 0) / total + tl.math.log2(total) * LN2
     small += tl.math.log2(total) * LN2
     if HAS_SINK:
         logit = tl.load(sink + h * sink_of_head + row % shape.seqlen_q * sink_of_row)
         great, small, share = join_sink(great, small, logit.to(tl.float32))
         acc = acc * share
+        if entropy is not None:
+            own_entropy = entropy_with_sink(own_entropy, great, small, logit.to(tl.float32), share)
+    if entropy is not None:
+        tl.store(entropy + row, own_entropy)
     tl.store(out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total).to(out.dtype.element_ty), is_value)
     store_lse(lse + row, great, small, None)

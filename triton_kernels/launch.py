@@ -25,18 +25,21 @@ from .preferred_tiles import on_change
 from .short_calls import ShortCall
 
 
-def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
-    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous, of a call whose pass is not planned."""
+def forward(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor, flags: Flags) -> None:
+    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous, of a call whose pass is not planned.
+
+    `rows` are like lse: the largest scores and the entropies, where the flags ask for them.
+    """
     x = readable(x)
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_forward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         key = ("forward", x.mask.form, flags, *signature(*tensors_of(x)))
-        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse)
+        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, *rows)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan the results of one class of calls: run(x, out, lse, *rows), `rows` as for `forward`."""
     if isinstance(call, plan_sequences.SequenceCall):
         return plan_sequences.plan_forward(call)
     is_short = not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
@@ -115,7 +118,8 @@ def _with_out_in_fp32(saved: Saved, flags: Flags) -> Saved:
     x = saved.inputs
     q, k, v = x.q.float(), x.k.float(), x.v.float()
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    forward(x._replace(q=q, k=k, v=v), out, torch.empty_like(saved.lse), flags)
+    flags = flags._replace(max_scores=False, entropy=False)
+    forward(x._replace(q=q, k=k, v=v), out, torch.empty_like(saved.lse), flags=flags)
     return saved._replace(out=out)
 
 

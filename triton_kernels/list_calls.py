@@ -28,8 +28,8 @@ from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
-from .plan import MOST_FEW_KEYS
-from .plan_forward import empty_parts, num_key_shares, plan_combine
+from .plan import MOST_FEW_KEYS, rows_of_flags
+from .plan_forward import empty_parts, num_key_shares, parts_of_rows, plan_combine
 from .precision import whole_precision
 from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
@@ -68,6 +68,8 @@ class ListFlags(NamedTuple):
     list_repeat: int = 1
     value_repeat: int = 1
     allows_tf32: bool = False
+    max_scores: bool = False
+    entropy: bool = False
 
 
 class ListCall:
@@ -249,10 +251,11 @@ def list_forward(
     flags: ListFlags,
     *,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and natural lse (B, Hq, Lq).
 
-    lse is in fp32, or with values or a bias in fp64, as `store_lse` stores it.
+    The largest scores and the entropies of rows follow, where the flags ask for them. lse is in fp32, or with values or
+    a bias in fp64, as `store_lse` stores it.
 
     Args:
         values: (Bv, Hv, Lq or R, slots), one for each entry of the lists. Hv is 1, Hk or Hq.
@@ -268,15 +271,18 @@ def list_forward(
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
     lse_dtype = torch.float32 if values is None and bias_key is None else torch.float64
     lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
+    rows = [
+        torch.empty(lse.shape, dtype=torch.float32, device=q.device) for _ in range(flags.max_scores + flags.entropy)
+    ]
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
-        plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)
-    return out.transpose_(1, 2), lse
+        plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)
+    return out.transpose_(1, 2), lse, *rows
 
 
 def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[..., None]:
-    """Plan out and lse: run(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)."""
+    """Plan the results: run(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)."""
     tile = tile or call.tile("forward")
     parts = ceil_div(call.members, tile.block_m)
     programs = call.owners * call.lists.rows * parts
@@ -289,12 +295,15 @@ def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[...,
 
     def run(
         q: Tensor, k: Tensor, v: Tensor | None, keys: Tensor, count: Tensor, slots: Tensor | None,
-        values: Tensor | None, bias: Tensor | None, sink: Tensor | None, out: Tensor, lse: Tensor,
+        values: Tensor | None, bias: Tensor | None, sink: Tensor | None, out: Tensor, lse: Tensor, *rows: Tensor,
     ) -> None:  # fmt: skip
-        results = (out, lse) if combine is None else empty_parts(shares, out, lse)
+        asked = rows_of_flags(call.flags, rows)
+        results: tuple[Tensor | None, ...] = (out, lse, *asked)
+        if combine is not None:
+            results = (*empty_parts(shares, out, lse), *parts_of_rows(shares, asked))
         launch(q, k, _or(v, k), keys, count, _or(slots, keys), _or(values, q), _or(bias, q), _or(sink, q), *results)
         if combine is not None:
-            combine(*results, out, lse, _or(sink, q))
+            combine(*results, out, lse, *asked, _or(sink, q))
 
     return run
 

@@ -24,7 +24,7 @@ from .list_ops import (
     slots_at,
     values_of,
 )
-from .scores import exp_of, log_sums, scaled
+from .scores import add_spread, entropy_of, entropy_with_sink, exp_of, largest_of, log_sums, scaled
 from .tile_ops import LOWEST, join_sink, store_lse
 
 
@@ -41,6 +41,8 @@ def list_forward_kernel(
     sink,
     out,
     lse,
+    largest,
+    entropy,
     q_strides,
     k_strides,
     v_strides,
@@ -77,7 +79,7 @@ def list_forward_kernel(
     """Compute one part of the members of a row; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous.
 
     With SHARES above 1 a program walks one share of the list. out and lse then have a first dim of shares, and
-    `combine_kernel` joins these.
+    `combine_kernel` joins these. `largest` and `entropy` are like lse, and None where they are not asked for.
 
     Head dims are BLOCK_D columns and REST more. With LATENT the values of keys are their first BLOCK_D columns.
 
@@ -115,13 +117,19 @@ def list_forward_kernel(
         begin = share * each
         end = tl.minimum(end, begin + each)
         out += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * (shape.num_heads * shape.head_dim_v)
-        lse += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * shape.num_heads
+        before = share.to(tl.int64) * (shape.batch * shape.seqlen_q) * shape.num_heads
+        lse += before
+        if largest is not None:
+            largest += before
+        if entropy is not None:
+            entropy += before
     value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
 
     BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    spread = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         entry, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
@@ -138,8 +146,11 @@ def list_forward_kernel(
         s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        p = exp_of(s - new_max[:, None], BIASED)
+        exponent = s - new_max[:, None]
+        p = exp_of(exponent, BIASED)
         rescale = exp_of(row_max - new_max, BIASED)
+        if entropy is not None:
+            spread = add_spread(spread, row_sum, row_max - new_max, rescale, p, exponent)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc_o = acc_o * rescale[:, None]
         if LATENT:
@@ -149,12 +160,23 @@ def list_forward_kernel(
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
         row_max = new_max
 
-    great, small, total = log_sums(row_max, row_sum, 0.0, KEY_BIAS if BIASED else NO_BIAS)
+    ADDED: tl.constexpr = KEY_BIAS if BIASED else NO_BIAS
+    great, small, total = log_sums(row_max, row_sum, 0.0, ADDED)
+    if entropy is not None:
+        own_entropy = entropy_of(row_sum, spread, 0.0, ADDED)
     if HAS_SINK:
-        great, small, share = join_sink(great, small, tl.load(sink + h).to(tl.float32))
+        logits = tl.load(sink + h).to(tl.float32)
+        great, small, share = join_sink(great, small, logits)
         acc_o = acc_o * share[:, None]
+        if entropy is not None:
+            own_entropy = entropy_with_sink(own_entropy, great, small, logits, share)
     line = (b * shape.seqlen_q + rows) * shape.num_heads + h
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     at = out + line[:, None] * shape.head_dim_v + dims_v[None, :]
     tl.store(at, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)
+    own_rows = (b * shape.num_heads + h) * shape.seqlen_q + rows
+    if largest is not None:
+        tl.store(largest + own_rows, largest_of(row_max, row_sum, 0.0, ADDED), mask=row_ok)
+    if entropy is not None:
+        tl.store(entropy + own_rows, own_entropy, mask=row_ok)
+    store_lse(lse + own_rows, great, small, row_ok)

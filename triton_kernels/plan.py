@@ -31,6 +31,16 @@ LEAST_LONG_RUNS = 32
 LEAST_TO_PACK_FORWARD, LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 1024, 512, 2**24
 
 
+# The largest scores and the entropies of a call that asks for neither.
+NO_ROWS = (None, None)
+
+
+def rows_of_flags(flags: Any, rows: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tensors of the largest scores and of the entropies among the rows that flags ask for."""
+    rest = iter(rows)
+    return next(rest) if flags.max_scores else None, next(rest) if flags.entropy else None
+
+
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors of a mask that a kernel reads: bits and lists, kept and prefix, or one tensor."""
     if mask.form == "none":

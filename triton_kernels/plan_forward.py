@@ -15,7 +15,7 @@ from .bias_forms import has_flat_blocks
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch, by_name
-from .plan import LEAST_TO_PACK_FORWARD, Call, num_kv_splits, read_of
+from .plan import LEAST_TO_PACK_FORWARD, NO_ROWS, Call, num_kv_splits, read_of, rows_of_flags
 from .plan_packed import plan_pieces
 from .tile_ops import KEYS, TILES, Shape
 from .tile_table import Tile
@@ -29,7 +29,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan the results of one class of calls: run(x, out, lse, *rows)."""
     call.packed = frozenset(("k", "v") if call.packs_pieces(LEAST_TO_PACK_FORWARD) else ())
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
@@ -70,14 +70,18 @@ def run_in_shares(
     """Plan what follows the launch of the forward kernel: shares of the keys are combined, to out of this shape, and
     rows of no sequence filled."""
     combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
+    flags = call.flags
     pack = plan_pieces(call.precision, call.k, call.v) if call.packed else None
 
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        made = (out, lse, x.sink) if combine is None else (*empty_parts(splits, out, lse), None)
-        k, v = (x.k, x.v) if pack is None else pack(x.k, x.v)
-        launch(x.q, k, v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
+    def run(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor) -> None:
+        asked = own = rows_of_flags(flags, rows) if rows else NO_ROWS
+        made: tuple[Any, ...] = (out, lse, x.sink)
         if combine is not None:
-            combine(*made[:2], out, lse, x.sink)
+            made, own = (*empty_parts(splits, out, lse), None), parts_of_rows(splits, asked)
+        k, v = (x.k, x.v) if pack is None else pack(x.k, x.v)
+        launch(x.q, k, v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout, *own)
+        if combine is not None:
+            combine(*made[:2], *own, out, lse, *asked, x.sink)
         if fill is not None and x.sequences is not None:
             fill(out, lse, x.sequences.bounds)
 
@@ -108,7 +112,8 @@ def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
 
 
 def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
-    """Plan the kernel that adds the shares of out, of this shape, and a sink: run(parts, parts_lse, out, lse, sink)."""
+    """Plan the kernel that adds the shares of out, of this shape, and a sink:
+    run(parts, parts_lse, parts_largest, parts_entropy, out, lse, largest, entropy, sink)."""
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * values["BLOCK_DV"] // (32 * VALUES_OF_THREAD)))
@@ -126,6 +131,11 @@ def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bo
     )
     options = {"num_warps": num_warps, **({"launch_pdl": True} if overlaps else {})}
     return Launch(combine_kernel, rows, rest, options)
+
+
+def parts_of_rows(splits: int, rows: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Allocate the largest scores and the entropies of each share of the keys, where they are asked for."""
+    return tuple([None if x is None else torch.empty((splits, *x.shape), dtype=x.dtype, device=x.device) for x in rows])
 
 
 def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

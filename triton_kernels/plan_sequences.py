@@ -203,7 +203,7 @@ class SequenceCall(Call):
 
 
 def plan_forward(call: SequenceCall) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan the results of one class of calls: run(x, out, lse, *rows)."""
     shape, tile = call.shape, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
-from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.sinks import sink_gradient
 
 from .bias_forms import TILE_BIAS
-from .plan import Call, row_strides
+from .plan import NO_ROWS, Call, row_strides, rows_of_flags
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kernel
 from .short_calls import ShortCall, ShortTile, backward_tiles, forward_tile
@@ -59,13 +59,19 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan the results of one class of calls: run(x, out, lse, *rows)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
     walk, _, programs = _walk(call, triton.cdiv(shape.seqlen_q, tile.block_m))
     launch = call.launch(short_forward_kernel, programs, tile, **_values(call, tile, walk, q, k, v))
-    return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, x.sink, x.dropout)
+    flags = call.flags
+
+    def run(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor) -> None:
+        own = rows_of_flags(flags, rows) if rows else NO_ROWS
+        launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, x.sink, x.dropout, *own)
+
+    return run
 
 
 def plan_short_backward(

@@ -12,6 +12,7 @@ from .bias_forms import ROW_BIAS, row_values
 from .sequences import NO_SEQUENCES
 from .tile_ops import (
     DENSE,
+    LEAST_EXPONENT,
     LN2,
     LOG2E,
     TILES,
@@ -88,6 +89,55 @@ def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
         total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
         total = tl.where(empty, 1.0, total)
     return tl.where(empty, float("-inf"), great), tl.where(empty, 0.0, small), total
+
+
+@triton.jit
+def largest_of(row_max, row_sum, values, BIAS: tl.constexpr):
+    """Return the largest score of each row, natural, without a sink; arguments are as for `log_sums`."""
+    natural = row_max
+    if BIAS <= ROW_BIAS:
+        natural = row_max * LN2
+    if BIAS == ROW_BIAS:
+        natural += values
+    return tl.where(row_sum == 0.0, float("-inf"), natural)
+
+
+@triton.jit
+def add_spread(spread, row_sum, step, rescale, p, exponent):
+    """Return the sum of p * (score - row_max) of each row with one more tile.
+
+    `step` is the old maximum less the new one, and `rescale` its exponential; `exponent` is what p is an exponential
+    of, in the base of the scores. Both are cut where p is 0, because 0 * -inf is NaN.
+    """
+    moved = (spread + row_sum * tl.maximum(step, LEAST_EXPONENT)) * rescale
+    return moved + tl.sum(p * tl.maximum(exponent, LEAST_EXPONENT), 1)
+
+
+@triton.jit
+def entropy_of(row_sum, spread, values, BIAS: tl.constexpr):
+    """Return the entropy of the keys of each row, from sums of p and of p * (score - row_max); see `log_sums`."""
+    empty = row_sum == 0.0
+    if BIAS == ROW_BIAS:
+        empty = empty | (values == float("-inf"))
+    total = tl.where(empty, 1.0, row_sum)
+    natural = spread
+    if BIAS <= ROW_BIAS:
+        natural = spread * LN2
+    return tl.where(empty, 0.0, tl.math.log2(total) * LN2 - natural / total)
+
+
+@triton.jit
+def entropy_with_sink(entropy, great, small, logits, share):
+    """Add sinks to the entropies of rows: keys have `share` of each row. lse is that with sinks."""
+    others = tl.math.exp2(((logits - great) - small) * LOG2E)
+    others = tl.where(logits == float("-inf"), 0.0, others)
+    return share * entropy - times_log(share) - times_log(others)
+
+
+@triton.jit
+def times_log(p):
+    """Return p * log(p), 0 where p is 0."""
+    return p * tl.math.log2(tl.where(p > 0.0, p, 1.0)) * LN2
 
 
 @triton.jit

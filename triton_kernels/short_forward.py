@@ -10,9 +10,9 @@ import triton.language as tl
 
 from .bias_forms import ROW_BIAS, row_values
 from .dropout import is_kept
-from .scores import exp_of, log_sums, scaled
+from .scores import entropy_of, entropy_with_sink, exp_of, largest_of, log_sums, scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOWEST, join_sink, load_tile, store_lse
+from .tile_ops import LEAST_EXPONENT, LOWEST, join_sink, load_tile, store_lse
 
 
 @triton.jit
@@ -27,6 +27,8 @@ def short_forward_kernel(
     lse,
     sink,
     dropout_key,
+    largest,
+    entropy,
     q_strides,
     k_strides,
     v_strides,
@@ -56,7 +58,10 @@ def short_forward_kernel(
     HAS_SINK: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Compute one tile of queries for each head of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
+    """Compute one tile of queries for each head of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous.
+
+    `largest` and `entropy` are as for `forward_kernel`.
+    """
     score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     owner_b, _, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))
@@ -94,8 +99,12 @@ def short_forward_kernel(
         s = tl.fma(s, factor, base)
         s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         row_max = tl.maximum(tl.max(s, 1), LOWEST)
-        p = exp_of(s - row_max[:, None], BIASED)
+        exponent = s - row_max[:, None]
+        p = exp_of(exponent, BIASED)
         row_sum = tl.sum(p, 1)
+        if entropy is not None:
+            spread = tl.sum(p * tl.maximum(exponent, LEAST_EXPONENT), 1)
+            own_entropy = entropy_of(row_sum, spread, row_bias, BIAS)
         if DROPOUT:
             kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False, 1)
             p = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
@@ -110,5 +119,12 @@ def short_forward_kernel(
             logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
             great, small, share = join_sink(great, small, logits.to(tl.float32))
             o = o * share[:, None]
+            if entropy is not None:
+                own_entropy = entropy_with_sink(own_entropy, great, small, logits.to(tl.float32), share)
         tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-        store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)
+        line = (b * shape.num_heads + h) * shape.seqlen_q + rows
+        if largest is not None:
+            tl.store(largest + line, largest_of(row_max, row_sum, row_bias, BIAS), mask=row_ok)
+        if entropy is not None:
+            tl.store(entropy + line, own_entropy, mask=row_ok)
+        store_lse(lse + line, great, small, row_ok)

@@ -11,6 +11,8 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # The least number of fp32, where running maxima begin: not at -inf, because -inf - -inf is NaN in a row without keys.
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+# Its exponential is 0, in base 2 and in base e.
+LEAST_EXPONENT: tl.constexpr = tl.constexpr(-1000.0)
 
 # How a kernel reads a mask. BAND: there is none but the band. TILES: lists of 128 x 128 tiles, and bits. KEYS: the
 # positions of the kept keys. DENSE: a bool tensor as it is. DENSE_ROW, for short rows: a bool tensor with one row for

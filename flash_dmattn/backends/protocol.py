@@ -26,9 +26,9 @@ _HINTS = {
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
-# forward(inputs) -> (out, lse), followed by the largest scores and the entropies of rows, in this order, where the flags
-# of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the problem asks
-# for them, and may return (out,) if the problem asks for nothing else.
+# forward(inputs) -> (out, lse), followed by the largest scores and the entropies of rows, in this order, where the
+# flags of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the
+# problem asks for them, and may return (out,) if the problem asks for nothing else.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
 # tangents(inputs, tangents) -> (out, lse, tout, tlse), computed together.
 ForwardTangents = Callable[[Inputs, Tangents], tuple[Tensor, Tensor, Tensor, Tensor]]

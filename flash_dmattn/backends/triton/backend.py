@@ -238,7 +238,8 @@ BACKEND = Backend(
     plan_backward=plan_backward,
     plan_tangents=plan_tangents,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "list_bias"}
+    | {"max_scores", "entropy"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

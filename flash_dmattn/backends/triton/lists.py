@@ -146,9 +146,9 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = calls.list_forward(*_operands(p, x), numbers)
-        return out.transpose_(1, 2), lse  # in place, as in `mask_choice.forward_of`
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
+        out, *rows = calls.list_forward(*_operands(p, x), numbers)
+        return out.transpose_(1, 2), *rows  # in place, as in `mask_choice.forward_of`
 
     return forward
 
@@ -178,10 +178,10 @@ def _forward_beside_sequences(p: AttentionProblem) -> Forward:
         return run_without_keys(p)
     run = plan_forward(_of_rows(p))
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
         rows, is_used = _in_rows(p, x)
-        out, lse = run(rows)
-        return out, lse.masked_fill_(~is_used, -torch.inf)  # a row of no sequence has no sink either
+        out, lse, *others = run(rows)
+        return out, lse.masked_fill_(~is_used, -torch.inf), *others  # a row of no sequence has no sink either
 
     return forward
 
@@ -270,7 +270,15 @@ def _numbers(p: AttentionProblem) -> tuple[object, ...]:
     f = p.flags
     band = (f.softmax_scale, f.softcap, f.left, f.right)
     numbers: tuple[object, ...] = _kernels().ListFlags(
-        *band, f.block_q, f.block_k, p.head_dim_v, f.mask_repeat, f.bias_repeat, f.allows_tf32
+        *band,
+        f.block_q,
+        f.block_k,
+        p.head_dim_v,
+        f.mask_repeat,
+        f.bias_repeat,
+        f.allows_tf32,
+        f.max_scores,
+        f.entropy,
     )
     return numbers
 

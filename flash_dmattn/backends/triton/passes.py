@@ -128,13 +128,13 @@ def plan_forward(p: AttentionProblem) -> Forward:
         plan: Callable[..., None] = launch.forward_plan(launch.planned_call(x.in_rows(arrival), flags, groups))
         return plan
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = outputs(x.q)
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
+        results = outputs(x.q)
         if has_bounds:
             if has_order(p, x.mask):
                 ordered = Ordered(p, x)
-                launch.forward(ordered.inputs, out, lse, ordered.flags)
-                return out, lse
+                launch.forward(ordered.inputs, *results, flags=ordered.flags)
+                return results
             x = x._replace(mask=tiles_of_bounds(p, x.mask))
         if copies:
             x = launch.readable(x)
@@ -144,8 +144,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x))
-        run_on(x.q, plan, x, out, lse)
-        return out, lse
+        run_on(x.q, plan, x, *results)
+        return results
 
     return forward
 
