@@ -26,9 +26,10 @@ from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
+from .entropy import delta_of_sink, joined_gradients
 from .lists import Chosen
 from .masks import AnyMask, read_mask
-from .sinks import row_delta, sink_gradient, sink_log_probability, sink_probability, through_lse
+from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import (
     BiasGradient,
     ChosenGradient,
@@ -247,17 +248,12 @@ def backward(
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
     per_row, dsink, dentropy = finite_dlse, None, None
     if entropy is not None:
-        dentropy = entropy[1].to(lse.dtype).masked_fill(empty, 0.0)
-        # What delta gets: as if lse had this gradient.
-        lifted = entropy[0].to(lse.dtype).mul(dentropy).neg_()
-        finite_dlse = dlse = lifted if finite_dlse is None else lifted.add_(finite_dlse)
+        finite_dlse, dentropy = joined_gradients(entropy, dlse, lse)
     sink_gradients: tuple[Tensor | None, ...] = ()
     if sink is not None:
         is_row_bias = need_bias and isinstance(bias, Tensor) and bias.shape[3] == 1
         if any(need_sink) or is_row_bias:
-            delta_rows = row_delta(dout, out, dlse, lse)
-            if dentropy is not None:
-                delta_rows += dentropy * sink_log_probability(sink, lse)
+            delta_rows = delta_of_sink(row_delta(dout, out, finite_dlse, lse), dentropy, sink, lse)
             dsink = sink_gradient(sink, lse, delta_rows) if any(need_sink) else None
             per_row = through_lse(per_row, sink, lse, delta_rows)
         sink_gradients = (dsink,)

@@ -23,12 +23,6 @@ def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
     return torch.exp((logit - lse).masked_fill(logit == -torch.inf, -torch.inf))  # -inf - -inf is NaN
 
 
-def sink_log_probability(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return sink - lse, the logarithm of :func:`sink_probability`; 0 where that is 0."""
-    logit = sink.to(lse.dtype)[:, None]
-    return (logit - lse).masked_fill(sink_probability(sink, lse) == 0, 0.0)
-
-
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Hq, Lq) in lse's dtype.
 

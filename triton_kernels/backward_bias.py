@@ -52,6 +52,7 @@ def backward_bias_kernel(
     row_lse,
     low_delta,
     delta,
+    dentropy,
     mask_data,
     mask_index,
     classes,
@@ -222,7 +223,7 @@ def backward_bias_kernel(
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            acc += score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)[0]
+            acc += score_gradients(p, dp, d, dentropy, statistics + rows, is_row, at.few, 1, FEW_KEYS, SEQUENCES)[0]
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
             :, None

@@ -39,6 +39,7 @@ def backward_diagonals_kernel(
     row_lse,
     low_delta,
     delta,
+    dentropy,
     mask_data,
     mask_index,
     classes,
@@ -167,7 +168,7 @@ def backward_diagonals_kernel(
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            acc += score_gradients(p, dp, d, False, 1, FEW_KEYS, 0)[0]
+            acc += score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, False, 1, FEW_KEYS, 0)[0]
     steps_right = tl.arange(0, 2 * BLOCK_N)[None, :] + tl.arange(0, BLOCK_M)[:, None] - (BLOCK_M - 1)
     inside = (steps_right >= 0) & (steps_right < BLOCK_N)
     moved = tl.gather(acc, tl.minimum(tl.maximum(steps_right, 0), BLOCK_N - 1), 1)

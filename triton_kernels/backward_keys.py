@@ -69,6 +69,7 @@ def backward_keys_kernel(
     row_lse,
     low_delta,
     delta,
+    dentropy,
     mask_data,
     mask_index,
     dk,
@@ -282,7 +283,9 @@ def backward_keys_kernel(
                         dp = product_of_rows(v_pieces, g_pieces, PRECISION)
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-                        ds, _ = score_gradients(p, dp, d, at.few, 0, FEW_KEYS, SEQUENCES)
+                        ds, _ = score_gradients(
+                            p, dp, d, dentropy, statistics + rows, row_ok, at.few, 0, FEW_KEYS, SEQUENCES
+                        )
                         if DBIAS != NO_DBIAS:
                             acc_bias, acc_last = add_gradient(
                                 acc_bias, acc_last, dbias, ds, flat, step, at, b, h, first, first_key,

@@ -35,6 +35,7 @@ def backward_queries_kernel(
     row_lse,
     low_delta,
     delta,
+    dentropy,
     mask_data,
     mask_index,
     dq,
@@ -119,7 +120,7 @@ def backward_queries_kernel(
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     # The part of lse below the steps of fp32 is a factor of whole rows of dq. In the loop it would take the registers
     # that leave room for a second program.
-    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES
+    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
@@ -179,7 +180,7 @@ def backward_queries_kernel(
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            ds, d = score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)
+            ds, d = score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, at.few, 1, FEW_KEYS, SEQUENCES)
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = add_product(acc_dq, ds, k_pieces, PRECISION)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.problem.inputs import Inputs, Saved, in_rows
+from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy
 from flash_dmattn.remembered import Remembered
 
 from . import plan_sequences
@@ -47,7 +48,7 @@ def forward_plan(call: Call) -> Callable[..., None]:
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `backward`."""
     flags = call.flags
     if isinstance(call, plan_sequences.SequenceCall):
         plan = plan_sequences.plan_backward(call, dout, dlse, needs_grad)
@@ -57,7 +58,7 @@ def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         plan = plan_backward(call, dout, dlse, needs_grad)
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
         return plan
-    return lambda saved, dout, dlse: plan(_with_out_in_fp32(saved, flags), dout, dlse)
+    return lambda saved, *sent: plan(_with_out_in_fp32(saved, flags), *sent)
 
 
 def _short(x: Inputs) -> ShortCall:
@@ -91,16 +92,27 @@ def packed_for_group_rows(bools: Tensor, q: Tensor, k: Tensor, flags: Flags) -> 
     return _packed(rows, heads // heads_k, k.shape[1], flags._replace(left=-1, right=-1))
 
 
-def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, needs_grad: NeedsGrad) -> Gradients:
-    """Compute the requested gradients of a call whose pass is not planned."""
+def backward(
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+    flags: Flags,
+    needs_grad: NeedsGrad,
+    sent: SentEntropy = NOTHING_SENT,
+) -> Gradients:
+    """Compute the requested gradients of a call whose pass is not planned.
+
+    With the gradient of entropies in `sent`, dlse is the one that `joined_gradients` makes.
+    """
     x, out, lse = saved
     x, dout, out, lse = readable(x), unit_rows(dout), out.contiguous(), lse.contiguous()
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_backward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
-        key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors_of(x), dout, dlse, out, lse))
+        tensors = (*tensors_of(x), dout, dlse, out, lse, sent.gradient)
+        key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors))
         plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
-        return plan(Saved(x, out, lse), dout, dlse)
+        return plan(Saved(x, out, lse), dout, dlse, sent)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:

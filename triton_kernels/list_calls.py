@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import sink_gradient
 from flash_dmattn.problem import device_arch
+from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy, delta_of_sink
 
 from .backward_delta import delta_kernel
 from .bias_forms import KEY_BIAS, NO_BIAS, TILE_BIAS
@@ -327,16 +328,19 @@ def list_backward(
     *,
     inverse: tuple[Tensor, Tensor] | None = None,
     tiles: dict[str, Tile] | None = None,
+    sent: SentEntropy = NOTHING_SENT,
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dv, dvalues and dsink, None where not asked for; without v the gradient of both is dk.
 
     Args:
         inverse: what `inverse_lists` made of these lists, if somebody keeps it.
         tiles: by name of a kernel, in the place of the table's.
+        sent: as for `launch.backward`.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         own = (dlse, q, k, k[..., : flags.head_dim_v], keys, count, slots, values, bias_key, sink, out, lse, flags)
-        dq, dk, dv, *rest = list_backward(dout, *own, needs._replace(v=needs.k), inverse=inverse, tiles=tiles)
+        others: dict[str, Any] = {"inverse": inverse, "tiles": tiles, "sent": sent}
+        dq, dk, dv, *rest = list_backward(dout, *own, needs._replace(v=needs.k), **others)
         if dk is not None and dv is not None:
             dk[..., : flags.head_dim_v] += dv
         return dq, dk, None, *rest
@@ -347,7 +351,7 @@ def list_backward(
         own = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
         reads_once = v is not None and _lies_in(v, k)
-        key = ("list backward", flags, needs, own, reads_once, *signature(*tensors))
+        key = ("list backward", flags, needs, own, reads_once, *signature(*tensors, sent.gradient))
         make = lambda: plan_list_backward(
             ListCall(q, k, v, keys, slots, values, bias_key, sink, flags),
             dout,
@@ -357,7 +361,7 @@ def list_backward(
             tiles or {},
             reads_once,
         )
-        return plans.find(key, make)(*tensors, inverse)
+        return plans.find(key, make)(*tensors, inverse, sent)
 
 
 def plan_list_backward(
@@ -369,7 +373,8 @@ def plan_list_backward(
     tiles: dict[str, Tile],
     reads_once: bool = False,
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse).
+    """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse,
+    sent).
 
     With `reads_once` v lies in the rows of k. `list_pairs_kernel` then reads both at once; each has its gradient.
     """
@@ -435,7 +440,7 @@ def plan_list_backward(
     def run(
         q: Tensor, k: Tensor, v: Tensor | None, keys: Tensor, count: Tensor, slots: Tensor | None,
         values: Tensor | None, bias: Tensor | None, sink: Tensor | None, dout: Tensor, dlse: Tensor | None,
-        out: Tensor, lse: Tensor, inverse: tuple[Tensor, Tensor] | None,
+        out: Tensor, lse: Tensor, inverse: tuple[Tensor, Tensor] | None, sent: SentEntropy = NOTHING_SENT,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         batch, heads, seqlen_q, head_dim = q.shape
         delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
@@ -447,15 +452,16 @@ def plan_list_backward(
         v_or_k, slots_or, values_or, bias_or = _or(v, k), _or(slots, keys), _or(values, q), _or(bias, q)
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
         written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
+        rows = (dout, lse, delta, sent.gradient)
 
         def run_queries(kept: Kept) -> None:
             if by_pairs:
                 launch_pairs(
-                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, delta, *written[2:],
+                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, *rows, *written[2:],
                     kept.rows, kept.ds, kept.first_owner, kept.first_row,
                 )  # fmt: skip
             else:
-                launch_queries(*read, *written, *kept)
+                launch_queries(*read, sent.gradient, *written, *kept)
 
         if by_pairs:
             row_lse = torch.empty_like(delta)  # which nobody reads: other kernels read lse itself
@@ -466,17 +472,19 @@ def plan_list_backward(
             run_queries(Kept(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
-            dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
+            dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, rows, *lists)
         elif keep != NOTHING.value:
             dk, dv = run_keys(q, k, keys, count, dout, dq, run_queries)
         if dvalues is not None and masses is not None and has_masses:
-            true_sums(dvalues, masses, delta, lse, dlse, sink)
+            true_sums(dvalues, masses, delta_of_sink(delta, sent.gradient, sink, lse), lse, sent.own(dlse), sink)
         return (
             None if dq is None else dq.transpose(1, 2),
             None if dk is None else dk.transpose(1, 2),
             None if dv is None else dv.transpose(1, 2),
             None if dvalues is None else makes_values.finish(dvalues, values),
-            sink_gradient(sink, lse, delta) if needs.sink and sink is not None else None,
+            sink_gradient(sink, lse, delta_of_sink(delta, sent.gradient, sink, lse))
+            if needs.sink and sink is not None
+            else None,
         )
 
     return run
@@ -628,7 +636,10 @@ def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Plan dk and dv by inverse lists: run(q, k, v, slots, values, bias, dout, lse, delta, inverse, offsets)."""
+    """Plan dk and dv by inverse lists: run(q, k, v, slots, values, bias, rows, inverse, offsets).
+
+    `rows` are dout, lse, delta and the gradient of entropies.
+    """
     shape, keys_each, blocks = call.shape, call.flags.keys_each, call.blocks
     entries = call.lists.rows * call.lists.most
     cut = max(ceil_div(MOST_ROWS, call.members), ceil_div(entries, max(blocks, 1)))
@@ -666,8 +677,8 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         )
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, slots: Tensor, values: Tensor, bias: Tensor, dout: Tensor, lse: Tensor,
-        delta: Tensor, inverse: Tensor, offsets: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, slots: Tensor, values: Tensor, bias: Tensor,
+        rows: tuple[Tensor | None, ...], inverse: Tensor, offsets: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         number = (offsets.diff(dim=1) + (cut - 1)) // cut
         segments = torch.zeros_like(offsets, dtype=torch.int32)
@@ -682,7 +693,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         ]
         for owner in range(0, call.owners, owners):
             keys_launch(
-                q, k, v, slots, values, bias, dout, lse, delta, inverse, offsets, segments, *parts, owner
+                q, k, v, slots, values, bias, *rows, inverse, offsets, segments, *parts, owner
             )  # fmt: skip
             for add, part, into in zip(adds, parts, sums, strict=True):
                 add(part, segments, into, owner)

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .bias_forms import KEY_BIAS, NO_BIAS
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, lse_of_rows
-from .scores import exp_of_rows, scaled
+from .scores import exp_of_rows, scaled, score_gradients
+from .sequences import NO_SEQUENCES
 from .tile_ops import entry_of, in_band, shared_head
 
 
@@ -27,6 +28,7 @@ def list_keys_kernel(
     dout,
     lse,
     delta,
+    dentropy,
     inverse,
     offsets,
     segments,
@@ -135,6 +137,8 @@ def list_keys_kernel(
     dout += b * dout_strides.batch
     lse += b * shape.num_heads * shape.seqlen_q
     delta += b * shape.num_heads * shape.seqlen_q
+    if dentropy is not None:
+        dentropy += b * shape.num_heads * shape.seqlen_q
     BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
     IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
     for start in tl.range(0, (end - begin) * MEMBERS, BLOCK_M, num_stages=STAGES):
@@ -196,7 +200,7 @@ def list_keys_kernel(
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None], other=0.0)
         acc_v = tl.dot(p.to(g_tile.dtype), g_tile, acc_v, input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
-        ds = p * (dp - d[None, :])
+        ds, _ = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 0, False, NO_SEQUENCES)
         if SOFTCAP:
             ds = ds * slope
         ds_tile = ds.to(q_tile.dtype)

@@ -27,7 +27,8 @@ from .list_ops import (
     store_value_gradients,
     values_of,
 )
-from .scores import exp_of_rows, scaled
+from .scores import exp_of_rows, scaled, score_gradients
+from .sequences import NO_SEQUENCES
 
 
 @triton.jit(do_not_specialize=["first_owner", "first_row"])
@@ -43,6 +44,7 @@ def list_pairs_kernel(
     dout,
     lse,
     delta,
+    dentropy,
     dvalues,
     masses,
     kept_p,
@@ -140,7 +142,7 @@ def list_pairs_kernel(
     lse_rows, low_rows = lse_of_rows(tl.load(lse + statistics, mask=row_ok, other=float("-inf")), BIASED)
     d = tl.load(delta + statistics, mask=row_ok, other=0.0)
     p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse.dtype.element_ty == tl.float64)
-    ds = p * (dp - d[:, None])
+    ds, _ = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 1, False, NO_SEQUENCES)
     if NEED_VALUES:
         tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")
         if VALUES == OF_ENTRIES and not MASSES:

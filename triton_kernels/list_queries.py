@@ -56,6 +56,7 @@ def list_queries_kernel(
     out,
     lse,
     dlse,
+    dentropy,
     delta,
     dq,
     dvalues,
@@ -202,7 +203,7 @@ def list_queries_kernel(
         else:
             v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds, d = score_gradients(p, dp, d, False, 1, FEW_KEYS, NO_SEQUENCES)
+        ds, d = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 1, FEW_KEYS, NO_SEQUENCES)
         if NEED_VALUES:
             if VALUES == OF_ENTRIES and not MASSES:
                 carried = store_value_gradients(

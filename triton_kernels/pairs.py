@@ -81,6 +81,7 @@ def pairs_kernel(
     row_lse,
     low_delta,
     delta,
+    dentropy,
     mask_data,
     mask_index,
     classes,
@@ -272,7 +273,7 @@ def pairs_kernel(
             else:
                 tl.store(p_pairs + at_pairs, weights.to(p_pairs.dtype.element_ty), mask=is_line[:, None])
         if MAKE_DS:
-            ds, _ = score_gradients(p, dp, d, at.few, 1, FEW_KEYS, SEQUENCES)
+            ds, _ = score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, at.few, 1, FEW_KEYS, SEQUENCES)
             if DBIAS == KEY_SUM:
                 sums = tl.sum(tl.where(is_line[:, None], ds, 0.0), 0)
                 at_sums = key_parts + (slot.to(tl.int64) * parts + part) * most_keys

@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy, delta_of_sink
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_bias import backward_bias_kernel
@@ -42,7 +43,7 @@ _LEAST_DIAGONAL = 32
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `launch.backward`."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     call.packed = frozenset(("q", "k", "v", "dout") if call.packs_pieces(LEAST_TO_PACK) else ())
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
@@ -76,16 +77,17 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed and reads_rows else None
     has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
-    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, sent: SentEntropy = NOTHING_SENT) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
-        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse), sent.gradient)
         if pack is not None:
             packed_k, packed_v, packed_q, packed_dout = pack(k, v, q, dout)
             read = (packed_q, packed_k, packed_v, bias, packed_dout, *read[5:])
-        delta = read[-1]
+        delta = read[-2]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
             delta = row_delta(dout, out, dlse, lse)
+        delta = delta_of_sink(delta, sent.gradient, sink, lse)
         dq = dk = dv = dbias = None
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, read_sink, None, dropout)
@@ -101,7 +103,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         elif bias_of is not None:
             dbias = bias_of(read, mask, read_sink, None, dropout)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
+            dbias = query_gradient(bias, sent.own(dlse), lse, num_heads_k, repeat, sink, delta)
         if sink is None:
             return dq, dk, dv, dbias
         return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if need_sink else None
@@ -197,7 +199,7 @@ def plan_keys(
         descriptors.append(call.bias_descriptor(3, bias, tile))
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
     if dbias_tma and bias is not None:
-        descriptors.append(_dbias_descriptor(12, bias, tile))
+        descriptors.append(_dbias_descriptor(13, bias, tile))
     launch = call.launch(
         backward_keys_kernel,
         grid_tiles * entries * owners,

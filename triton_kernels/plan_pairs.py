@@ -124,8 +124,8 @@ def plan_pairs(
         *rows_of(1, call.k, block_n, tiles.depth),
         *rows_of(2, call.v, block_n, tiles.depth),
         *rows_of(4, dout, block_m, tiles.depth),
-        *(pairs_of(11, block_m, block_n) if need_v else []),
-        *(pairs_of(12, block_m, block_n) if needs_ds else []),
+        *(pairs_of(12, block_m, block_n) if need_v else []),
+        *(pairs_of(13, block_m, block_n) if needs_ds else []),
     ]
     make = call.launch(
         pairs_kernel,

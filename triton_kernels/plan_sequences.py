@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_dmattn.gradients import new_like, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy, delta_of_sink
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .bias_forms import KEY_SUM, NO_DBIAS, ROW_BIAS, STORE, TILE_BIAS
@@ -258,7 +259,7 @@ def _key_parts(call: SequenceCall, programs: int) -> int:
 def plan_backward(
     call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `launch.backward`."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, flags = call.bias, call.shape, call.flags
     kind = None if bias is None or not need_bias else bias_class(bias.shape)
@@ -300,10 +301,10 @@ def plan_backward(
     num_heads_k = call.num_heads_k
     new_q = new_like(call.q.shape, call.q.stride())
 
-    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, sent: SentEntropy = NOTHING_SENT) -> Gradients:
         (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
         assert sequences is not None
-        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse), sent.gradient)
         dq = dk = dv = dbias = None
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, None, sequences.bounds, dropout)
@@ -324,16 +325,17 @@ def plan_backward(
         if bias_of is not None:
             dbias = bias_of(read, mask, None, sequences.bounds, dropout)
         rows = None
-        if sink is not None and (need_sink or kind == "query"):
-            rows = row_delta(dout, out, dlse, lse)
-        if kind == "query" and bias is not None:
-            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds)
-        if sink is None:
-            return dq, dk, dv, dbias
-        if not need_sink or rows is None:
-            return dq, dk, dv, dbias, None
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
-        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
+        nowhere = None if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
+        if sink is not None and nowhere is not None and (need_sink or kind == "query"):
+            rows = delta_of_sink(row_delta(dout, out, dlse, lse), sent.gradient, sink, nowhere)
+        if kind == "query" and bias is not None:
+            dbias = sequence_query_gradient(bias, sent.own(dlse), lse, num_heads_k, flags, sink, rows, sequences.bounds)
+        if sink is None:
+            return dq, dk, dv, dbias
+        if not need_sink or rows is None or nowhere is None:
+            return dq, dk, dv, dbias, None
+        return dq, dk, dv, dbias, sink_gradient(sink, nowhere, rows)
 
     return run

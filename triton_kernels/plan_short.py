@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy, delta_of_sink
 from flash_dmattn.reference.sinks import sink_gradient
 
 from .bias_forms import TILE_BIAS
@@ -77,7 +78,7 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
 def plan_short_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `launch.backward`."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
@@ -127,7 +128,7 @@ def plan_short_backward(
     needs_delta, is_query = len(launches) > 1 or reads_delta, made_as == "query"
     sum_sizes, num_heads = (shape.batch, shape.num_heads, shape.seqlen_k), shape.num_heads
 
-    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, sent: SentEntropy = NOTHING_SENT) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), _, lse = saved
         dq = None if new_q is None else new_q(q)
         dk = None if new_k is None else new_k(k)
@@ -141,16 +142,17 @@ def plan_short_backward(
         if needs_delta:
             delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
         for launch in launches:
-            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink, dropout)
+            read = (q, k, v, bias, dout, lse, dlse, sent.gradient, *mask_tensors(mask))
+            launch(*read, delta, dq, dk, dv, made, sink, dropout)
         if add is not None:
             add(made, dbias)
         if sink is None and not (sums_keys or is_query):
             return dq, dk, dv, dbias
-        row_delta = None if delta is None else delta[0]
+        row_delta = None if delta is None else delta_of_sink(delta[0], sent.gradient, sink, lse)
         if bias is not None and sums_keys:
             dbias = key_gradient(bias, made, num_heads, repeat)
         elif bias is not None and is_query:
-            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta)
+            dbias = query_gradient(bias, sent.own(dlse), lse, num_heads, repeat, sink, row_delta)
         if sink is None:
             return dq, dk, dv, dbias
         return dq, dk, dv, dbias, sink_gradient(sink, lse, row_delta) if need_sink and row_delta is not None else None

@@ -205,9 +205,12 @@ def sink_logits(sink, bias, strides, b, h, rows, shape, BIAS: tl.constexpr, HAS_
 
 
 @triton.jit
-def score_gradients(p, dp, d, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
+def score_gradients(
+    p, dp, d, dentropy, at, row_ok, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr
+):
     """Compute ds = p * (dp - delta), and return delta as the second result.
 
+    `dentropy` has the gradient g of the entropy of each row, at places `at`, where it is not None: ds loses g p ln p.
     With FEW_KEYS, or with `few` for one sequence, the tile has all keys, and delta gets the sum of p * dp here.
     """
     if FEW_KEYS:
@@ -215,4 +218,7 @@ def score_gradients(p, dp, d, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, S
     elif SEQUENCES != NO_SEQUENCES:
         if few:  # a branch: the sum costs each step a tenth of its time
             d += tl.sum(p * dp, AXIS)
-    return p * (dp - tl.expand_dims(d, AXIS)), d
+    ds = p * (dp - tl.expand_dims(d, AXIS))
+    if dentropy is not None:
+        ds -= tl.expand_dims(tl.load(dentropy + at, mask=row_ok, other=0.0), AXIS) * times_log(p)
+    return ds, d

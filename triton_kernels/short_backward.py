@@ -16,7 +16,8 @@ import triton.language as tl
 
 from .bias_forms import ROW_BIAS, row_values
 from .dropout import is_kept
-from .scores import exp_of_rows, row_totals, scaled, sink_logits
+from .scores import exp_of_rows, row_totals, scaled, score_gradients, sink_logits
+from .sequences import NO_SEQUENCES
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, lse_less, renormalize, split_lse
 
@@ -44,6 +45,7 @@ def short_backward_kernel(
     dout,
     lse,
     dlse,
+    dentropy,
     mask,
     stop,
     delta,
@@ -194,7 +196,7 @@ def short_backward_kernel(
                 weights = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
             dv_tile = tl.dot(tl.trans(weights.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
             store_rows(dv, dv_tile, b, h, keys, shape.seqlen_k, shape.num_heads, dims_v, shape.head_dim_v)
-        ds = p * (dp - d[:, None])
+        ds, _ = score_gradients(p, dp, d, dentropy, line, row_ok, False, 1, False, NO_SEQUENCES)
         if DBIAS == SLOTS:
             acc += ds
         elif DBIAS == KEY_SUM:

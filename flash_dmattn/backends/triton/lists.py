@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
-from ...problem import AttentionProblem, Gradients, MaskView, dtype_name
+from ...problem import AttentionProblem, Gradients, MaskView, RowEntropy, dtype_name
 from ...problem.inputs import Inputs, Saved
+from ...reference.entropy import NOTHING_SENT, SentEntropy, joined_gradients
 from ...reference.formula import spread_entries
 from ..protocol import Backward, Forward, Rule
 
@@ -162,10 +164,22 @@ def plan_backward(p: AttentionProblem) -> Backward:
     calls, numbers = _kernels(), _numbers(p)
     needs = calls.ListNeeds(*p.needs_grad)
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+    def backward(
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        entropy: RowEntropy | None = None,
+    ) -> Gradients:
         x, out, lse = saved
         results = (out.transpose(1, 2), lse.contiguous())
-        gradients = calls.list_backward(dout.transpose(1, 2), dlse, *_operands(p, x), *results, numbers, needs)
+        sent = NOTHING_SENT
+        if entropy is not None:
+            own_dlse, (dlse, dentropy) = dlse, joined_gradients(entropy, dlse, lse)
+            sent = SentEntropy(dentropy, own_dlse)
+        operands = (*_operands(p, x), *results, numbers, needs)
+        gradients = calls.list_backward(dout.transpose(1, 2), dlse, *operands, sent=sent)
         *rows, dvalues, dsink = gradients
         dq, dk, dv = (None if g is None else g.transpose(1, 2) for g in rows)
         return dq, dk, dv, dvalues, dsink
@@ -191,10 +205,10 @@ def _backward_beside_sequences(p: AttentionProblem) -> Backward:
         return differentiate_without_keys(p)
     run = plan_backward(_of_rows(p))
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         rows, is_used = _in_rows(p, saved.inputs)
         # exp(sink - inf) is 0: rows of no sequence add nothing to the gradient of a sink.
-        return run(Saved(rows, saved.out, saved.lse.masked_fill(~is_used, torch.inf)), dout, dlse)
+        return run(Saved(rows, saved.out, saved.lse.masked_fill(~is_used, torch.inf)), dout, dlse, **more)
 
     return backward
 

@@ -20,8 +20,9 @@ from ...gradients import (
     has_pairs,
     run_without_keys,
 )
-from ...problem import AttentionProblem, Gradients, MaskView
+from ...problem import AttentionProblem, Gradients, MaskView, RowEntropy
 from ...problem.inputs import Inputs, Saved, result_in_rows
+from ...reference.entropy import SentEntropy, joined_gradients
 from ...reference.tangents import Tangents
 from ..protocol import Backward, Direction, Forward, ForwardTangents
 from . import lists
@@ -188,15 +189,26 @@ def plan_backward(p: AttentionProblem) -> Backward:
         plan: Callable[..., Gradients] = launch.backward_plan(call, *results, needs_grad)
         return plan
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+    def backward(
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        entropy: RowEntropy | None = None,
+    ) -> Gradients:
         x, out, lse = saved
+        sent: tuple[SentEntropy, ...] = ()
+        if entropy is not None:
+            own_dlse, (dlse, dentropy) = dlse, joined_gradients(entropy, dlse, lse)
+            sent = (SentEntropy(dentropy, own_dlse),)
         if is_tree:
             x = x._replace(mask=_tiles_of_tree(p, x))
         if has_bounds:
             if has_order(p, x.mask):
                 ordered = Ordered(p, x)
                 saved = Saved(ordered.inputs, out, lse)
-                dq, dk, dv, dbias, *dsink = launch.backward(saved, dout, dlse, ordered.flags, needs_grad)
+                dq, dk, dv, dbias, *dsink = launch.backward(saved, dout, dlse, ordered.flags, needs_grad, *sent)
                 return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *dsink
             x = x._replace(mask=tiles_of_bounds(p, x.mask))
         if copies:
@@ -206,11 +218,12 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        key = (plan_token, x.q.get_device(), saved.lse.dtype, strides, *places)
+        # Whether entropies have a gradient; it is aligned, as it was just made.
+        key = (plan_token, x.q.get_device(), saved.lse.dtype, strides, len(sent), *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
-        gradients: Gradients = run_on(x.q, plan, saved, dout, dlse)
+        gradients: Gradients = run_on(x.q, plan, saved, dout, dlse, *sent)
         return gradients
 
     return backward
