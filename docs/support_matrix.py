@@ -115,6 +115,8 @@ def rows() -> tuple[Row, ...]:
         _row("flags", "softcap, head dim 256", q=(2, 4096, 16, 256), softcap=30.0),
         _row("flags", "lse returned", return_lse=True),
         _row("flags", "probabilities returned", return_probs=True),
+        _row("flags", "largest scores of rows", max_scores=True),
+        _row("flags", "entropies of rows", entropy=True),
         _row("flags", "sink", sink=True),
         _row("flags", "sink, CPU, forward", device="cpu", dtype="fp32", forward_only=True, sink=True),
         _row("flags", "dropout", dropout_p=0.1),

@@ -100,11 +100,21 @@ def attention(
     mask: Tensor | PreparedMask | None = None,
     bias: Bias | None = None,
     *,
+    return_aux: AnyAuxRequest | None,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None = None,
+    bias: Bias | None = None,
+    *,
     return_lse: bool = False,
     return_probs: bool = False,
-    return_aux: AnyAuxRequest | None = None,
     **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]: ...
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def attention(

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .problem import AttentionProblem, Flags, Gradients
+from .problem import AttentionProblem, Flags, Gradients, RowEntropy
 from .problem.inputs import Inputs, Saved
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
@@ -120,7 +120,14 @@ def run_without_keys(p: AttentionProblem, wide_lse: bool = False) -> Callable[[I
 def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
     """Return the backward pass of a class of calls for which no kernel runs: see `has_pairs`."""
 
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+    def backward(
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        entropy: RowEntropy | None = None,  # 0 in every row, whatever the tensors are
+    ) -> Gradients:
         if p.sequences is not None:
             dlse, saved = None, saved._replace(lse=torch.full_like(saved.lse, torch.inf))  # no row has a sink
         gradients = zero_gradients(saved, dout, dlse, p.needs_grad)

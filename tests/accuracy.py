@@ -12,7 +12,6 @@ import torch
 from cases import GREAT, GREAT_MIN, HIDDEN, JUMPS, MEANS, SEEN, STEPS, Case, Inputs
 from torch import Tensor
 
-from flash_dmattn import AuxRequest
 from flash_dmattn.biases import split
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
@@ -50,8 +49,7 @@ def run(
     if inputs.sink is not None:
         sink = dropped["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
     if case.aux and dropout is None:
-        asked = AuxRequest(True, "max_scores" in case.aux, "entropy" in case.aux)
-        dropped |= {"return_lse": False, "return_aux": asked}
+        dropped |= {"return_lse": False, "return_aux": case.request()}
     out, *rows = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **dropped)
     if case.aux and dropout is None:
         rows = [x for x in rows[0] if x is not None]

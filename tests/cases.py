@@ -11,6 +11,7 @@ import torch
 from forced_arch import force_from_environment
 from torch import Tensor
 
+from flash_dmattn import AuxRequest
 from flash_dmattn.biases import Band, Relative
 from flash_dmattn.reference.distances import Distances
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -235,6 +236,10 @@ class Case:
     def asked(self) -> dict[str, bool]:
         """What the call returns besides out and lse, as the formula takes it."""
         return {name: True for name in self.aux}
+
+    def request(self) -> AuxRequest:
+        """The same as `attention` takes it."""
+        return AuxRequest(True, "max_scores" in self.aux, "entropy" in self.aux)
 
     def dropping(self) -> dict[str, Any]:
         """Return the arguments of `attention` by which probabilities are dropped."""

@@ -145,7 +145,8 @@ class Runner:
         grads = [t if t is None else t.detach().requires_grad_(n in case.needs_grad) for n, t in x.floats()]
         q, k, v, bias = grads
         sink = None if x.sink is None else x.sink.detach().requires_grad_("sink" in case.needs_grad)
-        flags = {**case.flags(), **case.dropping(), "return_lse": True, "backend": choice, "sink": sink, **flags}
+        asked = {"return_aux": case.request()} if case.aux else {"return_lse": True}
+        flags = {**case.flags(), **case.dropping(), **asked, "backend": choice, "sink": sink, **flags}
         return flash_dmattn.explain(q, k, v, x.mask, case.passed(bias), **flags).error
 
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:

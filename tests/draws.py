@@ -404,9 +404,21 @@ def smaller(case: Case) -> Case:
     return case
 
 
+def asked_of(number: int) -> tuple[str, ...]:
+    """What a call of a number asks for besides out and lse: one of three does."""
+    return random.Random(f"aux {number}").choice(((), (), (), (), ("max_scores",), ("max_scores", "entropy")))
+
+
+def asking(drawn: Drawn) -> Drawn:
+    """The call, of a backend that has all numbers about rows, asking for some if its data are centred."""
+    case = drawn.case
+    return drawn if case.data != "centred" else drawn._replace(case=case.with_(aux=asked_of(case.seed)))
+
+
 DRAWS: dict[str, Callable[[int], Drawn]] = {
-    **dict.fromkeys(("eager", "flex", "sdpa"), draw_small),
-    "triton": draw_triton,
+    **dict.fromkeys(("flex", "sdpa"), draw_small),
+    "eager": lambda number: asking(draw_small(number)),
+    "triton": lambda number: asking(draw_triton(number)),
     "cuda": draw_cuda,
 }
 

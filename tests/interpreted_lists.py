@@ -70,18 +70,18 @@ CASES: dict[str, dict[str, ListCase]] = {
         "values of entries, over two steps of a block": STEPS.with_(order="ascending"),
     },
     "wide heads": {
-        "a sink": WIDE.with_(softcap=2.0, sink=True, values=("1", "Hq", "Lq"), order="ascending"),
+        "a sink": WIDE.with_(softcap=2.0, sink=True, values=("1", "Hq", "Lq"), order="ascending", aux=True),
         "two parts": WIDE.with_(group=20, queries=2, values=("B", "1", "R")),
         "few keys": WIDE.with_(most=5),
         "blocks": WIDE.with_(keys_each=16, most=3, seqlen_k=70),
         "values apart": WIDE.with_(latent=False, sink=True),
-        "values apart, few keys": WIDE.with_(latent=False, most=5),
+        "values apart, few keys": WIDE.with_(latent=False, most=5, aux=True),
     },
     "rounded out": {
-        "values of entries": NEARLY_ALL,
+        "values of entries": NEARLY_ALL.with_(aux=True),
         "values of queries": NEARLY_ALL.with_(values=("1", "Hk", "Lq"), queries=2, keys_each=16, most=3),
         "two steps of a block": NEARLY_ALL.with_(keys_each=128, dlse=True, lists="first block", softcap=2.0),
-        "values of heads, a sink": NEARLY_ALL.with_(values=("B", "Hq", "R"), sink=True, keys_each=32, most=4),
+        "values of heads, a sink": NEARLY_ALL.with_(values=("B", "Hq", "R"), sink=True, keys_each=32, most=4, aux=True),
         "wide heads": WIDE.with_(keys_each=16, most=9, seqlen_k=120, is_causal=False, lists="one key"),
     },
     "shares": {
@@ -117,7 +117,7 @@ def edge_calls(kind: str) -> Iterator[str | None]:
         elif kind == "shares":
             # Each program walks a third of a list.
             with mock.patch.object(list_calls, "num_key_shares", return_value=3):
-                yield outcome_of(partial(check, case, case.build()), told)
+                yield outcome_of(partial(check, case.with_(aux=True), case.with_(aux=True).build()), told)
         else:
             yield outcome_of(partial(check, case, case.build(), ROOMS[1]), told)
     if kind == "best keys":

@@ -18,9 +18,11 @@ from torch import Tensor
 from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
+from flash_dmattn.reference.entropy import SentEntropy, joined_gradients
 from flash_dmattn.triton_kernels.list_calls import ListFlags, ListNeeds, list_backward, list_forward
 
 EVERY = ListNeeds(True, True, True, True, True)
+ROWS = ("max_scores", "entropy")
 NAMES = ("out", "lse", "dq", "dk", "dv", "dvalues", "dsink")
 
 
@@ -52,6 +54,7 @@ class ListCase:
     lists: str = "random"  # or "empty", "one key", "first block"
     strided: bool = False
     seed: int = 0
+    aux: bool = False  # whether it has the largest scores and the entropies of rows, which have a gradient
 
     def with_(self, **changes: Any) -> ListCase:
         """The same call but for some changes."""
@@ -77,7 +80,8 @@ class ListCase:
         """The numbers of the call, as kernels get them."""
         right = 0 if self.is_causal else -1
         scale = 1.3 * self.head_dim**-0.5
-        return ListFlags(scale, self.softcap, self.window, right, self.queries, self.keys_each, self.head_dim_v)
+        flags = ListFlags(scale, self.softcap, self.window, right, self.queries, self.keys_each, self.head_dim_v)
+        return flags._replace(max_scores=self.aux, entropy=self.aux)
 
     def build(self) -> ListInputs:
         """Draw the tensors."""
@@ -114,6 +118,7 @@ class ListCase:
             sink=normal(self.heads) if self.sink else None,
             dout=rows(self.heads, self.seqlen_q, self.head_dim_v),
             dlse=normal(self.batch, self.heads, self.seqlen_q) if self.dlse else None,
+            dentropy=normal(self.batch, self.heads, self.seqlen_q) if self.aux else None,
         )
 
     def listed(self, index: Tensor) -> PreparedMask:
@@ -141,14 +146,19 @@ class ListInputs:
     sink: Tensor | None
     dout: Tensor
     dlse: Tensor | None
+    dentropy: Tensor | None = None
 
 
 def run(case: ListCase, x: ListInputs, needs: ListNeeds = EVERY, **more: Any) -> dict[str, Tensor | None]:
     """All results of the kernels."""
     round_out, own = more.pop("round_out", lambda out: out), case.operands(x)
-    out, lse = list_forward(*own, case.flags)
-    gradients = list_backward(x.dout, x.dlse, *own, round_out(out), lse, case.flags, needs, **more)
-    return dict(zip(NAMES, (out, lse, *gradients), strict=True))
+    out, lse, *rows = list_forward(*own, case.flags)
+    dlse = x.dlse
+    if x.dentropy is not None:
+        dlse, dentropy = joined_gradients((rows[1], x.dentropy), dlse, lse)
+        more["sent"] = SentEntropy(dentropy, x.dlse)
+    gradients = list_backward(x.dout, dlse, *own, round_out(out), lse, case.flags, needs, **more)
+    return dict(zip((*NAMES, *ROWS[: len(rows)]), (out, lse, *gradients, *rows), strict=True))
 
 
 def exact(case: ListCase, x: ListInputs, constant: float = 0.0) -> dict[str, Tensor | None]:
@@ -170,10 +180,11 @@ def exact(case: ListCase, x: ListInputs, constant: float = 0.0) -> dict[str, Ten
         alone = formula.scores(q.double(), k.double(), None, None, False, case.flags.scale, case.softcap, None)[0]
         alone = alone.flatten(1, 2)
         added = (alone + added).float() - constant - alone
-    inputs = Inputs(q, k, v, by_head(case, x.lists.dense()), added, dout, x.dlse, sink)
+    inputs = Inputs(q, k, v, by_head(case, x.lists.dense()), added, dout, x.dlse, sink, x.dentropy)
     names = ("num_heads", "num_heads_k", "seqlen_q", "seqlen_k", "batch", "head_dim")
     sizes = dict(zip(names, (case.heads, case.heads_k, case.seqlen_q, case.seqlen_k, case.batch, case.head_dim)))
     dense = Case(**sizes, softmax_scale=case.flags.scale, softcap=case.softcap, needs_grad=(*ALL, "sink"))
+    dense = dense.with_(aux=ROWS if case.aux else ())
     results, terms = oracle(dense, inputs), gross(dense, inputs)
     results["lse"] = results["lse"] + constant
     for each in (results, terms):
@@ -253,4 +264,5 @@ def draw(number: int) -> ListCase:
         lists=r.choice(("random", "random", "random", "first block", "one key", "empty")),
         strided=r.random() < 0.3,
         seed=number,
+        aux=random.Random(f"aux {number}").random() < 0.4,
     )

@@ -22,7 +22,7 @@ from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
 # Features that the passes below lack unless a test says otherwise; they never have sequences.
-LACKING = {"sink", "sequences", "paged", "tree"}
+LACKING = {"sink", "sequences", "paged", "tree", "max_scores", "entropy"}
 USABLE = Availability(True)
 
 

@@ -30,7 +30,7 @@ from cases import DEVICE, GREAT, JUMPS, MEANS, SEEN, SIGNS, Inputs, with_great_v
 from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
-from flash_dmattn import Sequences, attention
+from flash_dmattn import AuxRequest, Sequences, attention
 from flash_dmattn.backends.protocol import Backend, Direction
 from flash_dmattn.masks.prepared.packing import pack_sequences
 from flash_dmattn.masks.prepared.storage import TreeMask
@@ -71,6 +71,8 @@ class SequenceCall:
     told: str  # how it was drawn
     seed: int = 0  # after which the key of dropout is drawn
     data: str = "centred"  # as in `Case`
+    aux: tuple[str, ...] = ()  # likewise
+    dentropy: Tensor | None = None
 
     @property
     def packs_queries(self) -> bool:
@@ -96,7 +98,7 @@ class SequenceCall:
 
     def to(self, dtype: torch.dtype) -> SequenceCall:
         """The same values in another dtype."""
-        names = ("q", "k", "v", "bias", "sink", "dout", "dlse")
+        names = ("q", "k", "v", "bias", "sink", "dout", "dlse", "dentropy")
         return replace(self, **{n: None if (x := getattr(self, n)) is None else x.detach().to(dtype) for n in names})
 
 
@@ -107,8 +109,20 @@ def simpler(call: SequenceCall) -> Iterator[SequenceCall]:
     for name in ("mask", "bias", "sink", "dlse"):
         if getattr(call, name) is not None:
             yield replace(call, **{name: None}, needs_grad=tuple(x for x in call.needs_grad if x != name))
+    if call.aux:
+        yield replace(call, aux=(), dentropy=None)
     for name in call.needs_grad:
         yield replace(call, needs_grad=tuple(x for x in call.needs_grad if x != name))
+
+
+def asking(call: SequenceCall) -> SequenceCall:
+    """The call, asking for numbers about its rows if its data are centred: see `draws.asking`."""
+    aux = draws.asked_of(call.seed) if call.data == "centred" else ()
+    heads, rows = call.q.shape[-2], call.q.shape[:-2]
+    shape = (heads, *rows) if call.packs_queries else (rows[0], heads, rows[1])
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    random_rows = torch.randn(shape, generator=torch.Generator().manual_seed(call.seed)).to(DEVICE, dtype)
+    return replace(call, aux=aux, dentropy=random_rows if "entropy" in aux else None)
 
 
 def draw(
@@ -358,19 +372,21 @@ def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
     for name in call.needs_grad:
         leaves[name].requires_grad_()
     torch.manual_seed(call.seed)
-    out, lse = attention(
+    out, aux = attention(
         *(leaves[n] for n in "qkv"),
         call.mask,
         leaves["bias"],
         sink=leaves["sink"],
         sequences=call.sequences,
-        return_lse=True,
+        return_aux=AuxRequest(True, "max_scores" in call.aux, "entropy" in call.aux),
         backend=backend,
         **call.flags,
     )
-    results: Results = {"out": out.detach(), "lse": lse.detach()}
+    results: Results = {"out": out.detach(), "lse": aux.lse.detach()}
+    results |= {name: getattr(aux, name).detach() for name in call.aux}
     if call.needs_grad:
-        pairs = [(out, call.dout)] + ([] if call.dlse is None else [(lse, call.dlse)])
+        rows = ((aux.lse, call.dlse), (aux.entropy, call.dentropy))
+        pairs = [(out, call.dout), *((x, sent) for x, sent in rows if sent is not None)]
         torch.autograd.backward(*zip(*pairs, strict=True))
     for name in LEAVES:
         results[f"d{name}"] = None if leaves[name] is None else leaves[name].grad
@@ -552,10 +568,13 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     if isinstance(call.mask, Tensor):
         mask_scores = tokens.scores(call.mask.cpu())
     mask = mask if mask_scores is None else mask & mask_scores
-    dlse, is_unused = call.dlse, tokens.q[:, 0] < 0
-    if dlse is not None:
-        dlse = dlse if call.packs_queries else dlse.transpose(0, 1).reshape(dlse.shape[1], -1)
-        dlse = dlse.cpu().masked_fill(is_unused, 0.0)[None]
+    is_unused = tokens.q[:, 0] < 0
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x if call.packs_queries else x.transpose(0, 1).reshape(x.shape[1], -1)
+        return x.cpu().masked_fill(is_unused, 0.0)[None]
 
     def flat(x: Tensor) -> Tensor:
         return x if x.dim() == 3 else x.reshape(-1, *x.shape[2:])
@@ -567,8 +586,9 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
         mask,
         tokens.scores(leaves["bias"]),
         flat(call.dout.cpu()).masked_fill(is_unused[:, None, None], 0.0)[None],
-        dlse,
+        rows(call.dlse),
         leaves["sink"],
+        rows(call.dentropy),
     )
 
 
@@ -592,23 +612,27 @@ def expected(call: SequenceCall, hold: Callable[[Tensor], Tensor] | None = None)
         bias = x.bias
         if dtype == torch.float64 and hold is not None:
             bias = with_scores_held(x.q, x.k, bias, numbers, hold)
-        out, lse = formula.attention(x.q, x.k, x.v, x.mask, bias, **numbers, sink=x.sink)
+        asked = {name: True for name in call.aux}
+        out, lse, *others = formula.attention(x.q, x.k, x.v, x.mask, bias, **numbers, sink=x.sink, **asked)
         present = {n: y for n, y in leaves.items() if y is not None}
         inputs = [y for y in (x.q, x.k, x.v, x.bias, x.sink) if y is not None]
         if dtype == torch.float64:
             safe = torch.where(lse > -torch.inf, lse, 0.0)
-            outputs, arriving = ((out,), (x.dout,)) if x.dlse is None else ((out, safe), (x.dout, x.dlse))
+            pairs = [(out, x.dout)] + ([] if x.dlse is None else [(safe, x.dlse)])
+            pairs += [] if x.dentropy is None else [(others[-1], x.dentropy)]
+            outputs, arriving = zip(*pairs, strict=True)
             gradients = torch.autograd.grad(outputs, inputs, arriving, retain_graph=True)
         else:
             with torch.no_grad():
-                out, lse, *own = in_plain_pytorch(call.data, x, **numbers, sink=x.sink)
+                out, lse, *own = in_plain_pytorch(call.data, x, asked, **numbers, sink=x.sink)
+            others, own = own[: len(asked)], own[len(asked) :]
             gradients = tuple(g for g in own if g is not None)
         own = torch.autograd.grad(inputs, list(present.values()), gradients, allow_unused=True)
         empty = tokens.q[:, 0] < 0
-        lse = lse.detach()[0].masked_fill(empty, -torch.inf)
-        if not call.packs_queries:
-            lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1)
-        results: Results = {"out": out.detach()[0].view(call.dout.shape), "lse": lse}
+        results: Results = {"out": out.detach()[0].view(call.dout.shape)}
+        for name, each in zip(("lse", *call.aux), (lse, *others), strict=True):
+            row = each.detach()[0].masked_fill(empty, 0.0 if name == "entropy" else -torch.inf)
+            results[name] = row if call.packs_queries else row.unflatten(1, call.q.shape[:2]).transpose(0, 1)
         for name, g in zip(present, own, strict=True):
             results[f"d{name}"] = torch.zeros_like(present[name]) if g is None else g
         actual.append((results, x))

@@ -74,7 +74,7 @@ def test_calls_that_are_alike_are_described_once(described: list[int]) -> None:
 
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
 BY_DISTANCE = ByDistance(2, "clamp", False)
-NUMBERS = RawFlags(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
+NUMBERS = RawFlags(False, 0.5, 1.0, (3, 4), False, False, False, 0.25, False, False)
 OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, 0),
     "softmax_scale": (0.25, None),
@@ -84,6 +84,8 @@ OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "return_lse": (True, 0),
     "return_probs": (True, 0),
     "dropout_p": (0.5, 1),
+    "max_scores": (True, 0),
+    "entropy": (True, 0),
 }
 OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "arrival": ("heads_first",),

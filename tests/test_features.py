@@ -25,6 +25,8 @@ USES = {
     "deterministic": {"deterministic": True},
     "return_lse": {"return_lse": True},
     "return_probs": {"return_probs": True},
+    "max_scores": {"return_aux": flash_dmattn.AuxRequest(max_scores=True)},
+    "entropy": {"return_aux": flash_dmattn.AuxRequest(entropy=True)},
     "sink": {"sink": torch.zeros(2)},
     "dropout_p": {"dropout_p": 0.5},
     "sequences": {"sequences": flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([5]))},
@@ -38,9 +40,11 @@ USES = {
     "lists": {"mask": LISTS},
     "list_bias": {"mask": LISTS, "bias": flash_dmattn.biases.ListBias(torch.zeros(2, 3, 1))},
 }
-# No argument names these alone: pages are of sequences, a tree is a mask beside them, lists are a mask, and a bias may
+# No argument names these alone: `return_aux` asks for numbers about rows, pages are of sequences, a tree is a mask beside them, lists are a mask, and a bias may
 # be by distance or of lists.
-PARTS = {
+PARTS: dict[str, set[str]] = {
+    "max_scores": set(),
+    "entropy": set(),
     "paged": {"sequences"},
     "tree": {"sequences", "mask"},
     "relative_bias": {"bias"},
@@ -48,8 +52,8 @@ PARTS = {
     "lists": {"mask"},
     "list_bias": {"mask", "bias", "lists"},
 }
-# Every backend takes these: tensors, a factor that every call has, and the choice itself.
-IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
+# Every backend takes these: tensors, a factor that every call has, the choice itself, and a request of parts.
+IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend", "return_aux"}
 
 
 def call(**changes: object) -> object:

@@ -37,6 +37,11 @@ def test_results_of_attention() -> None:
     both = attention(Q, Q, Q, return_lse=True, return_probs=True, backend=by_formula)
     assert_type(both, tuple[Tensor, Tensor, Tensor])
     assert [x.shape for x in both] == [out.shape, lse.shape, probs.shape]
+    asked = flash_dmattn.AuxRequest(max_scores=True)
+    out, aux = assert_type(attention(Q, Q, Q, return_aux=asked), tuple[Tensor, flash_dmattn.AuxOutput])
+    assert_type(aux.max_scores, Tensor | None)
+    maybe: flash_dmattn.AuxRequest | None = asked if out.numel() else None
+    assert_type(attention(Q, Q, Q, return_aux=maybe), Tensor | tuple[Tensor, flash_dmattn.AuxOutput])
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -100,7 +105,7 @@ def test_what_else_a_user_has_a_type_of() -> None:
 @pytest.mark.parametrize(
     "call, options, decide",
     [
-        (attention, Options, {"return_lse", "return_probs"}),
+        (attention, Options, {"return_lse", "return_probs", "return_aux"}),
         (context_parallel_attention, ParallelOptions, {"return_lse", "group", "layout"}),
     ],
 )
