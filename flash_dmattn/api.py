@@ -198,7 +198,7 @@ def attention(
             repeats it. The same probabilities are dropped on every backend, in both passes and in every layout. There
             is no training mode here: pass 0.0 for evaluation.
         return_aux: a `flash_dmattn.AuxRequest(lse=, max_scores=, entropy=)`, or the one of torch: also return what it
-            asks for, as a `flash_dmattn.AuxOutput`. See docs/statistics.md.
+            asks for, as a `flash_dmattn.AuxOutput`. See docs/numbers.md.
 
     With `sequences` the layout decides the shapes, for S sequences with Tq and Tk tokens in all:
 

@@ -160,12 +160,15 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
     return plan.run_forward(x)
 
 
-def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *kept: Any) -> Gradients:
+def differentiate(
+    plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any, dentropy: Tensor | None = None
+) -> Gradients:
     """Return the five gradients, recorded by autograd if a second derivative may be needed, of what `_keep` saved."""
     dlse = narrow(dlse, dout.dtype)
     watched = is_watched(dout, dlse, dentropy, *kept)
     if is_batched(dout, dlse, dentropy):
-        return one_by_one(lambda *sent: differentiate(plan, *sent, *kept), dout, dlse, dentropy)
+        each = lambda dout, dlse, dentropy: differentiate(plan, dout, dlse, *kept, dentropy=dentropy)
+        return one_by_one(each, dout, dlse, dentropy)
     if torch.is_grad_enabled() or (watched and is_transformed()):
         function = AttentionBackward
         if forward_ad._current_level >= 0:
@@ -184,7 +187,8 @@ def _run_backward(
     if plan.saved_layout.has_entropy:
         entropy = None if dentropy is None else RowEntropy(kept[-1], dentropy)
         kept = kept[:-1]
-    backend, run, saved = plan.backward, plan.run_backward, plan.saved_layout.saved(*kept)
+    run: Any = plan.run_backward
+    backend, saved = plan.backward, plan.saved_layout.saved(*kept)
     assert backend is not None
     if run is None or watched or profiler._is_profiler_enabled:
         return operators.backward(plan.problem, backend.name, saved, dout, dlse, entropy)
@@ -220,7 +224,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Tens
     if dout is None and dlse is None and dentropy is None:
         return None, None, None, None, None
     kept = ctx.saved_tensors
-    return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, dentropy, *kept)
+    return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept, dentropy=dentropy)
 
 
 def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
@@ -233,7 +237,7 @@ def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | Non
         return None, None, None, None, None
     if needs_grad != plan.problem.needs_grad:
         plan = _replan(plan, plan.problem._replace(needs_grad=needs_grad))
-    return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, None, *kept)
+    return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
 
 
 class Attention(torch.autograd.Function):
@@ -313,7 +317,8 @@ class DualAttention(TransformedAttention):
         ctx.save_for_forward(*output, *inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *sent: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse = sent  # calls in forward mode return nothing else
         gradients = _gradients_in_forward_mode(ctx, dout, dlse, *ctx.saved_tensors)
         return None, *gradients, *(None,) * ctx.num_others
 
@@ -472,13 +477,11 @@ class AttentionBackward(torch.autograd.Function):
         """Run one backward pass for all mapped calls, or one for each."""
         (dout, dlse, dentropy, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         needs_grad = plan.problem.needs_grad
-        entropies, entropy_dims = (), ()
-        if plan.saved_layout.has_entropy:
-            *others, last = others
-            entropies, entropy_dims, dims = (last,), dims[-1:], dims[:-1]
         if dims[9] is not None or needs_grad.sink or _runs_one_by_one(plan):
-            return stacked([differentiate(plan, *own) for own in each_call(info.batch_size, in_dims[1:], tensors)])
-        mapped, where = (q, k, v, bias), (dims[5:9], dims[10:])
+            every = each_call(info.batch_size, dims, tensors)
+            return stacked([differentiate(plan, *own[:2], *own[3:], dentropy=own[2]) for own in every])
+        entropies = [others.pop()] if plan.saved_layout.has_entropy else []
+        mapped, where = (q, k, v, bias), (dims[5:9], dims[10 : 10 + len(others)])
         repeats = _reads_repeats(plan)
         call = MappedCall(info.batch_size, *where, plan.problem, mapped, others, needs_grad, repeats, is_backward=True)
         if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
@@ -489,8 +492,8 @@ class AttentionBackward(torch.autograd.Function):
         dlse, dentropy = (
             None if x is None else call.fold(x, dim) for x, dim in zip((dlse, dentropy), dims[1:3], strict=True)
         )
-        last = [call.fold(x, dim) for x, dim in zip(entropies, entropy_dims, strict=True)]
-        *gradients, _ = differentiate(replanned, dout, dlse, dentropy, out, lse, *call.inputs, sink, *call.mask, *last)
+        kept = (*call.inputs, sink, *call.mask, *[call.fold(x, dims[-1]) for x in entropies])
+        *gradients, _ = differentiate(replanned, dout, dlse, out, lse, *kept, dentropy=dentropy)
         split = (call.split, call.split, call.split, call.split_bias)
         results = (*(None if x is None else back(x) for x, back in zip(gradients, split, strict=True)), None)
         return results, tuple(None if x is None else 0 for x in results)

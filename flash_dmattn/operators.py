@@ -145,11 +145,12 @@ def backward(
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         x, out, lse = saved
-        values, dentropy = more.get("entropy") or (None, None)
+        values, dentropy = more.get("entropy", (None, None))
         gradients = _backward_operator(dout, dlse, dentropy, *_flat(x), out, lse, values, *numbers)
         return spread(gradients, problem.needs_grad)
 
-    return through_rows(problem, run)(saved, dout, dlse, entropy=entropy)
+    more = {} if entropy is None else {"entropy": entropy}
+    return through_rows(problem, run)(saved, dout, dlse, **more)
 
 
 def tangents(problem: AttentionProblem, backend: str, x: Inputs, own: Tangents) -> tuple[Tensor, ...]:
@@ -195,7 +196,7 @@ def _run_forward(a: Any) -> tuple[Tensor, ...]:
 def _run_backward(a: Any) -> list[Tensor]:
     problem, x = read_call(a)
     run = backward_pass(BACKENDS[a.backend], problem._replace(needs_grad=NeedsGrad(*a.needs_grad)))
-    more = {} if a.dentropy is None else {"entropy": RowEntropy(a.row_entropy, a.dentropy)}
+    more: dict[str, Any] = {} if a.dentropy is None else {"entropy": RowEntropy(a.row_entropy, a.dentropy)}
     return [gradient for gradient in run(Saved(x, a.out, a.lse), a.dout, a.dlse, **more) if gradient is not None]
 
 

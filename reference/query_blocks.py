@@ -93,8 +93,8 @@ def forward(
         return eager.forward(q, k, v, mask, bias, **arguments)
     assert bias is None or isinstance(bias, Tensor)
     inputs = (blocks.cut(q), blocks.gather(k), blocks.gather(v), blocks.mask, blocks.gather_bias(bias))
-    asked = {name: arguments[name] for name in ("max_scores", "entropy")}
-    out, *rows = eager.forward(*inputs, **_own_numbers(arguments), **asked)
+    numbers = {**_own_numbers(arguments), **{name: arguments[name] for name in ("max_scores", "entropy")}}
+    out, *rows = eager.forward(*inputs, **numbers)
     joined = (blocks.join(x.mT[..., None], x.dtype)[..., 0].mT.contiguous() for x in rows)
     return blocks.join(out, q.dtype), *joined
 

@@ -351,6 +351,7 @@ def attention(
     Args:
         flags: is_causal, softmax_scale, softcap and window_size, as for :func:`formula.attention`.
     """
+    flags |= {"max_scores": max_scores, "entropy": entropy}
     results = _empty(q, v, max_scores, entropy)
     # Add sums of empty tensors, so that results depend on the inputs for autograd even without sequences.
     nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, values_of(bias), sink) if x is not None)
@@ -358,8 +359,7 @@ def attention(
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs, _ = _as_tensors(batch.inputs(s, q, k, v, mask, bias))
-        asked = {"max_scores": max_scores, "entropy": entropy}
-        return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **asked, **flags)
+        return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
     _write(batch, batch, results, results_of)
     return results

@@ -15,7 +15,6 @@ from ..problem import (
     MaskChoice,
     MaskForm,
     MaskView,
-    RowEntropy,
     SequenceView,
     hinted,
     make_band,
@@ -261,16 +260,14 @@ def tangents_in_rows(tangents: Tangents, arrival: Arrival) -> Tangents:
     return Tangents(q, k, v, *tangents[3:])
 
 
-def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
+def through_rows(problem: AttentionProblem, run: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Return a backward pass of tensors as they arrive that runs one of rows (B, L, H, D)."""
     arrival = problem.arrival
 
-    def backward(
-        saved: Saved, dout: Tensor, dlse: Tensor | None, entropy: RowEntropy | None = None, **more: Any
-    ) -> Gradients:
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         dout, dlse = result_in_rows(dout, arrival), result_in_rows(dlse, arrival)
-        if entropy is not None:
-            more["entropy"] = entropy.in_rows(arrival)
+        if "entropy" in more:
+            more["entropy"] = more["entropy"].in_rows(arrival)
         return as_arrived(run(saved.in_rows(arrival), dout, dlse, **more), arrival)
 
     return backward

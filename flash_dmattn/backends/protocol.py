@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm, RowEntropy
+from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm
 from ..problem.inputs import Inputs, Saved
 from ..reference.tangents import Cotangents, Tangents
 
@@ -22,7 +22,7 @@ Direction = Literal["forward", "backward", "tangents"]
 _HINTS = {
     **dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes"),
     "lists": "PreparedMask.from_mask(mask.dense()) has a bit for each pair, which it may take",
-    **dict.fromkeys(("max_scores", "entropy"), 'backend="eager" has it'),
+    **dict.fromkeys(("max_scores", "entropy"), '"triton" and "eager" have it'),
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
@@ -40,19 +40,14 @@ class Backward(Protocol):
     """The backward pass of a class of calls."""
 
     def __call__(
-        self,
-        saved: Saved,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        dbias_out: Tensor | None = None,
-        entropy: RowEntropy | None = None,
+        self, saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None
     ) -> Gradients:
         """Return (dq, dk, dv, dbias, dsink), with None for each that `problem.needs_grad` does not ask for.
 
         Only backends with `stores_dbias` get `dbias_out`, a tensor of the shape, dtype and device of the bias. Its
-        strides may be any under which no two elements overlap. They write dbias into it and return it. Only backends
-        with the feature "entropy" get `entropy`, of calls whose entropies have a gradient.
+        strides may be any under which no two elements overlap. They write dbias into it and return it.
+
+        Only backends with the feature "entropy" get `entropy=`, a `RowEntropy`, where entropies have a gradient.
         """
         ...
 
