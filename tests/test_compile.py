@@ -193,7 +193,7 @@ def test_the_operator_adds_no_guards_on_fake_tensors_of_any_length() -> None:
     mask = any_length(torch.zeros(2, 1, 1, 200, dtype=torch.bool).transpose(1, 3)).transpose(1, 3)
     problem = (None, None, None, None, *flat_flags(Flags(-1, -1, 0.125, 0.0, False)), "triton", "")
     with mode:
-        out, _ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
+        out, *_ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
     assert out.grad_fn is not None and out.shape == q.shape
     assert not shapes.guards, [str(guard.expr) for guard in shapes.guards]
 

@@ -27,6 +27,7 @@ BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
 FLAGS = flat_flags(Flags(2, 0, 0.3, 1.5, False))
+ASKING = flat_flags(Flags(2, 0, 0.3, 1.5, False, max_scores=True, entropy=True))
 NO_SEQUENCES: list[Tensor] = []
 SINK = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.bfloat16)
 
@@ -57,11 +58,16 @@ BIASES = {
 
 
 def forward_arguments(
-    make: Any, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, sink: Tensor | None = None
+    make: Any,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    sink: Tensor | None = None,
+    flags: tuple[Any, ...] = FLAGS,
 ) -> tuple[Any, ...]:
     q, k, v = make(B, LQ, HQ, D, dtype=dtype), make(B, LK, HK, D, dtype=dtype), make(B, LK, HK, DV, dtype=dtype)
     masked: tuple[Any, ...] = NO_MASK if mask is None else ([mask], "dense")
-    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *FLAGS, "eager", "")
+    return (q, k, v, *masked, bias, sink, NO_SEQUENCES, None, *flags, "eager", "")
 
 
 def backward_arguments(
@@ -72,11 +78,14 @@ def backward_arguments(
     needs_grad: NeedsGrad,
     dlse: bool,
     sink: Tensor | None = None,
+    flags: tuple[Any, ...] = FLAGS,
 ) -> tuple[Any, ...]:
-    arguments = forward_arguments(make, mask, bias, dtype, sink)
-    out, lse = FORWARD(*arguments)
-    dout = make(*out.shape, dtype=dtype)
-    return (dout, torch.randn_like(lse) if dlse else None, *arguments[:9], out, lse, *FLAGS, "eager", list(needs_grad))
+    arguments = forward_arguments(make, mask, bias, dtype, sink, flags)
+    out, lse, largest, entropy = FORWARD(*arguments)
+    assert (largest.numel() > 0) == (entropy.numel() > 0) == (flags is ASKING)
+    sent = make(*out.shape, dtype=dtype), torch.randn_like(lse) if dlse else None
+    rows = (torch.randn_like(entropy), entropy) if flags is ASKING else (None, None)
+    return (*sent, rows[0], *arguments[:9], out, lse, rows[1], *flags, "eager", list(needs_grad))
 
 
 def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -99,7 +108,10 @@ def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
         assert_fake_agrees(FORWARD, forward_arguments(make, *inputs, dtype))
         for needs_grad in (NeedsGrad(True, True, True, inputs[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
             assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, needs_grad, dlse=True))
-        assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, NeedsGrad(v=True, sink=True), True, SINK))
+        needs_grad = NeedsGrad(v=True, sink=True)
+        assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, needs_grad, True, SINK))
+        assert_fake_agrees(FORWARD, forward_arguments(make, *inputs, dtype, SINK, ASKING))
+        assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, needs_grad, False, SINK, ASKING))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +150,8 @@ def test_opcheck(mask: str, bias: str, make: Any) -> None:
     torch.library.opcheck(FORWARD, forward_arguments(make, *inputs, torch.float32, SINK))
     needs_grad = NeedsGrad(q=True, sink=True)
     torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, True, SINK))
+    torch.library.opcheck(FORWARD, forward_arguments(make, *inputs, torch.float32, SINK, ASKING))
+    torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, True, SINK, ASKING))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
@@ -147,8 +161,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
     bias = normal(1, HQ, seqlen_q, seqlen_k)
     arguments = (q, k, v, *NO_MASK, bias, SINK, NO_SEQUENCES, None)
     assert_fake_agrees(FORWARD, (*arguments, *FLAGS, "eager", ""))
-    out, lse = FORWARD(*arguments, *FLAGS, "eager", "")
-    assert_fake_agrees(BACKWARD, (torch.ones_like(out), None, *arguments, out, lse, *FLAGS, "eager", [True] * 5))
+    assert_fake_agrees(FORWARD, (*arguments, *ASKING, "eager", ""))
+    out, lse, *_ = FORWARD(*arguments, *FLAGS, "eager", "")
+    sent = torch.ones_like(out), None, None
+    assert_fake_agrees(BACKWARD, (*sent, *arguments, out, lse, None, *FLAGS, "eager", [True] * 5))
 
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
@@ -167,12 +183,12 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        flags = flat_flags(Flags(-1, -1, 1.0, 0.0, False))
-        out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
+        flags = flat_flags(Flags(-1, -1, 1.0, 0.0, False, max_scores=True, entropy=True))
+        out, lse, *rows = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
         needs_grad = [True, True, True, bias is not None, False]
         arguments = (q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None)
-        gradients = BACKWARD(out, None, *arguments, out, lse, *flags, "eager", needs_grad)
-        storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *gradients)]
+        gradients = BACKWARD(out, None, None, *arguments, out, lse, rows[1], *flags, "eager", needs_grad)
+        storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *rows, *gradients)]
         assert len(set(storages)) == len(storages)
 
 

@@ -232,7 +232,7 @@ WRONG_NAMES = {
     "training": r"write dropout_p=0\.0 where it is False",
     "is_casual": r"did you mean is_causal\?",
     "softmax_scales": r"did you mean softmax_scale\?",
-    "xyz": "it takes q, k, v, mask, bias, is_causal, .*, dropout_p(, device)?",
+    "xyz": "it takes q, k, v, mask, bias, is_causal, .*, return_aux(, device)?",
 }
 
 
