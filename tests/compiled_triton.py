@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flash_dmattn.masks.prepared.packing import TILE, MaskPacking, tiles
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.entropy import SentEntropy
 from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
 from flash_dmattn.triton_kernels import append, interval_pack, key_pack, list_pack, mask_pack, sequence_pack
@@ -85,6 +86,7 @@ class Variant:
     heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
     outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
+    aux: bool = False  # whether largest scores and entropies are asked for, and entropies have a gradient
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
         """A (B, L, H, D) tensor."""
@@ -136,6 +138,7 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
+        flags = flags._replace(max_scores=self.aux, entropy=self.aux)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first, call.allows_tf32 = arch, 132, self.heads_first, self.tf32
@@ -149,11 +152,15 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     key = key_of(call)
     needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
-    lse = lse_of(q, bias)
+    lse, rows = lse_of(q, bias), lse_of(q, None)
+    asked, sent = (rows,) * (call.flags.max_scores + call.flags.entropy), SentEntropy()
+    dlse = None
+    if call.flags.entropy:
+        dlse, sent = rows, SentEntropy(rows, None)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, None, key)
-        forward_plan(call)(x, out, lse)
-        backward_plan(call, dout, None, needs_grad)(Saved(x, out, lse), dout, None)
+        forward_plan(call)(x, out, lse, *asked)
+        backward_plan(call, dout, dlse, needs_grad)(Saved(x, out, lse), dout, dlse, sent)
 
 
 def lse_of(q: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.entropy import SentEntropy
 from flash_dmattn.remembered import Remembered
 
 pytestmark = needs_triton
@@ -406,7 +407,7 @@ def test_the_heads_of_a_group_are_written_to_out_itself(
         launches.clear()
         q, k = torch.randn(2, 1, 4, 16).to(dtype), torch.randn(2, 600, 2, 16).to(dtype)
         out = flash_dmattn.attention(q, k, k, mask, backend="triton")
-        ((*_, written, _, _, _, _, _),) = launches  # one launch, and no copy behind it
+        ((*_, written, _, _, _, _, _, _, _),) = launches  # one launch, and no copy behind it
         assert written is out
 
 
@@ -437,7 +438,7 @@ OTHER_FLAGS = {
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",
-    "allows_tf32": True,
+    **{name: True for name in ("allows_tf32", "max_scores", "entropy")},
 }
 
 
@@ -453,7 +454,8 @@ def arguments_of(function: str) -> dict[str, Any]:
             torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
         )
     if function.startswith("backward"):
-        arguments = {"dout": q.clone(), "dlse": lse.clone(), **arguments, "needs_grad": NeedsGrad()}
+        sent = {"dout": q.clone(), "dlse": lse.clone(), "dentropy": lse.clone()}
+        arguments = {**sent, **arguments, "needs_grad": NeedsGrad()}
     return arguments
 
 
@@ -471,7 +473,7 @@ def changed_arguments(function: str) -> dict[str, dict[str, Any]]:
             continue
         if isinstance(value, Tensor):
             others = {what: change(value) for what, change in PLACES.items() if what != "strides" or name not in COPIED}
-            if name in ("bias", "sink", "dropout", "dlse"):
+            if name in ("bias", "sink", "dropout", "dlse", "dentropy"):
                 others["none"] = None  # type: ignore[assignment]
         elif isinstance(value, MaskView):
             others = {f"{i} {what}": value._replace(tensors=(*value.tensors[:i], change(x), *value.tensors[i + 1 :]))
@@ -504,7 +506,7 @@ def key_of_plan(function: str, arguments: dict[str, Any]) -> Any:
             launch.forward(x, out, lse, flags=flags)
         else:
             others = (arguments[name] for name in ("dout", "dlse", "flags", "needs_grad"))
-            launch.backward(Saved(x, out, lse), *others)
+            launch.backward(Saved(x, out, lse), *others, SentEntropy(arguments["dentropy"]))
     return keys.asked[-1]
 
 
