@@ -42,6 +42,7 @@ from flash_dmattn.triton_kernels import launch, plan, plan_forward, plan_slots, 
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS
 
 SMALL = interpreter.TILES[0]
+NUMBERS = ("max_scores", "entropy")  # of rows, which some calls ask for
 FULL = ("B", "Hq", "Lq", "Lk")
 SHARED = ("1", "1", "Lq", "Lk")
 PLACE = Interpreter()
@@ -162,13 +163,13 @@ SUNK = PLAIN.with_(sink="normal", needs_grad=(*ALL, "sink"))
 GROUPS = FEW_ROWS.with_(batch=2, seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2)
 LINES = {
     "scores": (
-        PLAIN.with_(num_heads=4, num_heads_k=2, logits=10.0),  # maxima rise from tile to tile
+        PLAIN.with_(num_heads=4, num_heads_k=2, logits=10.0, aux=NUMBERS),  # maxima rise from tile to tile
         PLAIN.with_(bias=FULL),
         PLAIN.with_(bias=SHARED),
         # Tiles without an edge take the scale after the maximum: of a negative one that would be the minimum.
-        PLAIN.with_(softmax_scale=-3.0, logits=10.0, seqlen_q=32, seqlen_k=64),
+        PLAIN.with_(softmax_scale=-3.0, logits=10.0, seqlen_q=32, seqlen_k=64, aux=NUMBERS),
     ),
-    "softcap": (CAPPED, CAPPED.with_(bias=FULL), CAPPED.with_(bias=SHARED)),
+    "softcap": (CAPPED, CAPPED.with_(bias=FULL), CAPPED.with_(bias=SHARED, aux=NUMBERS)),
     "bands": (
         PLAIN.with_(is_causal=True),
         PLAIN.with_(is_causal=True, seqlen_q=70, seqlen_k=40),
@@ -183,15 +184,15 @@ LINES = {
     ),
     # Programs share the keys: parts differ, and some rows have a key in none of them.
     "parts": (
-        FEW_ROWS.with_(logits=3.0),
-        FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows"),
-        FEW_ROWS.with_(sink="normal"),
+        FEW_ROWS.with_(logits=3.0, aux=NUMBERS),
+        FEW_ROWS.with_(mask=SHARED, mask_kind="empty_rows", aux=NUMBERS),
+        FEW_ROWS.with_(sink="normal", aux=NUMBERS),
         # Blocks at both edges of a window are shared as the others are.
         FEW_ROWS.with_(window_size=(150, 40), logits=3.0),
         PLAIN.with_(seqlen_q=17, seqlen_k=300, window_size=(150, 40), needs_grad=()),
         # The heads of a group are rows of one tile, and lie in out before the queries that they are taken for.
         GROUPS,
-        GROUPS.with_(sink="normal", bias=("B", "Hq", "1", "Lk"), dtype=torch.float16),
+        GROUPS.with_(sink="normal", bias=("B", "Hq", "1", "Lk"), dtype=torch.float16, aux=NUMBERS),
         # Sets of kept keys behind a window; a mask of each group is a set, one of each head a row of tiles.
         FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), window_size=(150, 40), sink="normal"),
         GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
@@ -202,9 +203,9 @@ LINES = {
     # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
     # of a group as rows of one.
     "sinks": (
-        SUNK.with_(mask=SHARED, mask_kind="empty_rows"),
-        SUNK.with_(bias=("B", "Hq", "Lq", "1"), mask=SHARED, mask_kind="empty_rows"),
-        SUNK.with_(seqlen_k=20, bias=FULL, logits=10.0),
+        SUNK.with_(mask=SHARED, mask_kind="empty_rows", aux=NUMBERS),
+        SUNK.with_(bias=("B", "Hq", "Lq", "1"), mask=SHARED, mask_kind="empty_rows", aux=NUMBERS),
+        SUNK.with_(seqlen_k=20, bias=FULL, logits=10.0, aux=NUMBERS),
         SUNK.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2),
     ),
 }
@@ -236,7 +237,7 @@ def walk_calls() -> Iterator[str | None]:
     short_calls.DTYPES = EVERY_DTYPE
     for programs, bias in ((1, None), (1, ("1", "1", "Lq", "Lk")), (2, ("1", "1", "Lq", "Lk"))):
         plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = programs
-        case = WALKED.with_(bias=bias)
+        case = WALKED.with_(bias=bias, aux=NUMBERS)
         # A read of the row behind the last one would end the process.
         yield failure_of(case, SMALL, inputs=rearranged(case.build(), LAYOUTS["offset_by_one"]))
     short_calls.TWO_RUNS_FROM = 1
@@ -284,7 +285,7 @@ def leading_calls(name: str) -> Iterator[str | None]:
 # have their own plans.
 WIDE = PLAIN.with_(dtype=torch.float16, head_dim=512, seqlen_q=70, seqlen_k=140)
 WIDE_CALLS = (
-    WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2),
+    WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2, aux=NUMBERS),
     WIDE.with_(head_dim=320, bias=FULL, is_causal=True),
     WIDE.with_(head_dim=264, head_dim_v=64, bias=SHARED, mask=SHARED, mask_kind="empty_rows"),
     WIDE.with_(head_dim=40, head_dim_v=400, bias=("1", "Hk", "1", "Lk"), mask=("B", "1", "1", "Lk"), dropout_p=0.3),
@@ -318,9 +319,11 @@ CLAMPED = PLAIN.with_(seqlen_q=40, seqlen_k=90, relative=T5)
 GROUPED = CLAMPED.with_(num_heads=4, num_heads_k=2, batch=2)
 BY_KEY = ("B", "1", "1", "Lk")
 RELATIVE_CALLS = (
-    GROUPED.with_(is_causal=True),
+    GROUPED.with_(is_causal=True, aux=NUMBERS),
     GROUPED.with_(relative=Numbers(("B", "Hk", "1"), 65, 1, "zero"), window_size=(30, 9), softcap=2.0),
-    CLAMPED.with_(relative=Numbers(("1", "1", "1"), 1, 0, "clamp"), sink="normal", needs_grad=(*ALL, "sink")),
+    CLAMPED.with_(
+        relative=Numbers(("1", "1", "1"), 1, 0, "clamp"), sink="normal", needs_grad=(*ALL, "sink"), aux=NUMBERS
+    ),
     CLAMPED.with_(relative=Numbers(("1", "Hk", "1"), 2, -40, "clamp"), mask=FULL, mask_kind="empty_rows"),
     CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 5, 500, "zero")),
     CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 300, 150, "error"), dropout_p=0.4, needs_grad=("bias",)),

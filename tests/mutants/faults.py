@@ -40,6 +40,7 @@ _KEPT = "tests/test_autograd.py::test_what_is_kept_outlives_a_transform"
 _UNDER_TRANSFORMS = "tests/test_settings.py::test_decisions_and_settings_under_transforms"
 _SPOILT = "tests/test_edges.py::test_what_is_no_number_reaches_all_that_see_it"
 
+_AUX = "tests/test_aux_request.py::"
 _LISTS = "tests/test_lists.py::"
 _STATISTICS = "tests/test_statistics.py::"
 _LIST_TILES = "tests/test_list_tiles.py::"
@@ -605,6 +606,119 @@ _PYTHON = (
         "dropout.starting_at(s.number)",
         "dropout.starting_at(0)",
         ("tests/test_sequences.py::test_random_calls_beside_one_dense_call",),
+    ),
+    # Numbers about rows
+    Fault(
+        "entropies are sums of great scores that cancel",
+        "reference/eager.py",
+        "log_sum.clamp(min=0.0).sub_(spread.div_(row_sum.clamp(min=1.0)))",
+        "(row_max + log_sum).sub_(spread.div_(row_sum.clamp(min=1.0)).add_(row_max))",
+        (f"{_AUX}test_a_constant_in_all_scores_of_a_row_moves_no_entropy[one chunk-eager]",),
+    ),
+    Fault(
+        "a new maximum does not move the sum of entropies",
+        "reference/eager.py",
+        "moved = step * row_sum",
+        "moved = 0.0 * row_sum",
+        (f"{_AUX}test_edges[many chunks-eager-nothing]",),
+    ),
+    Fault(
+        "the largest score counts the sink",
+        "reference/eager.py",
+        "largest_rows.put(block, top)",
+        "largest_rows.put(block, row_max)",
+        (f"{_AUX}test_edges[one chunk-eager-large sinks]",),
+    ),
+    Fault(
+        "entropies of sequences have the gradient of the first ones",
+        "reference/sequences.py",
+        'numbers["entropy"] = tuple(batch.rows(x, s) for x in entropy)',
+        'numbers["entropy"] = tuple(batch.rows(x, s) * (s.number == 0) for x in entropy)',
+        ("tests/test_sequences.py::test_random_calls_beside_one_dense_call",),
+    ),
+    Fault(
+        "delta lacks the entropy",
+        "reference/entropy.py",
+        "joined = (values * gradient).neg_()",
+        "joined = (values * 0.0).neg_()",
+        (f"{_AUX}test_derivatives_of_entropy[one chunk-eager]",),
+    ),
+    Fault(
+        "sinks have no part in the gradient of entropies",
+        "reference/entropy.py",
+        "if gradient is None or sink is None:",
+        "if True:",
+        (f"{_AUX}test_derivatives_of_entropy[one chunk-eager]",),
+    ),
+    Fault(
+        "the gradient of the entropy is that of lse where the largest score is asked for, too",
+        "flash_dmattn/autograd.py",
+        "dentropy = others[-1] if",
+        "dentropy = others[0] if",
+        (f"{_AUX}test_derivatives_of_entropy[one chunk-eager]",),
+    ),
+    Fault(
+        "the largest score has a gradient, of nothing",
+        "flash_dmattn/problem/requests.py",
+        "next(rest).detach()",
+        "next(rest)",
+        (f"{_AUX}test_the_largest_score_has_no_gradient",),
+    ),
+    Fault(
+        "triton: a new maximum does not move the sum of entropies",
+        "triton_kernels/scores.py",
+        "spread + row_sum * tl.maximum(step, LEAST_EXPONENT)",
+        "spread",
+        (f"{_LINES}[scores]",),
+    ),
+    Fault(
+        "triton: entropies take base 2 for base e",
+        "triton_kernels/scores.py",
+        "natural = spread * LN2",
+        "natural = spread",
+        (f"{_LINES}[scores]",),
+    ),
+    Fault(
+        "triton: entropies leave the sink out",
+        "triton_kernels/scores.py",
+        " - times_log(others)",
+        "",
+        (f"{_LINES}[sinks]",),
+    ),
+    Fault(
+        "triton: the largest score lacks a bias of one value per query",
+        "triton_kernels/scores.py",
+        "natural += values",
+        "natural += 0.0 * values",
+        (f"{_LINES}[sinks]",),
+    ),
+    Fault(
+        "triton: entropies of shares are added without the distance of their lse",
+        "triton_kernels/forward_combine.py",
+        "(entropies - less * LN2)",
+        "entropies",
+        (f"{_LINES}[parts]",),
+    ),
+    Fault(
+        "triton: the largest score is that of the first share",
+        "triton_kernels/forward_combine.py",
+        "tl.max(tops, 0)",
+        "tl.max(tl.where(every == 0, tops, float('-inf')), 0)",
+        (f"{_LINES}[parts]",),
+    ),
+    Fault(
+        "triton: ds lacks the entropy",
+        "triton_kernels/scores.py",
+        "AXIS) * times_log(p)",
+        "AXIS) * 0.0 * p",
+        (f"{_LINES}[sinks]",),
+    ),
+    Fault(
+        "triton: values of lists have the sums of ds that lse alone would have",
+        "triton_kernels/list_calls.py",
+        "lse, sent.own(dlse), sink)",
+        "lse, dlse, sink)",
+        (_LIST_EDGES.format("rounded out"),),
     ),
     # Masks
     Fault(
