@@ -98,6 +98,8 @@ def distributed(tensors: dict[str, Tensor], placements: dict[str, list[Placement
 
 def attend(tensors: dict[str, Tensor], flags: dict[str, Any]) -> tuple[Tensor, ...]:
     results = flash_dmattn.attention(**tensors, is_causal=True, **flags)
+    if "return_aux" in flags:
+        return results[0], *results[1]
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -121,7 +123,8 @@ def compare(call: Call, compiled: bool = False) -> dict[str, tuple[str, float]]:
     results = run(shared, flags)
     if call.needs:
         total(results).backward()
-    pairs = dict(zip(("out", "lse", "probs"), zip(results, wanted, strict=True), strict=False))
+    names = ("out", "lse", "probs") if len(results) < 4 else ("out", "lse", "max_scores", "entropy")
+    pairs = dict(zip(names, zip(results, wanted, strict=True), strict=False))
     pairs |= {f"d{name}": (shared[name].grad, x.grad) for name, x in tensors.items() if x.requires_grad}
     return {name: (spell(x.placements), distance(x, y)) for name, (x, y) in pairs.items()}
 

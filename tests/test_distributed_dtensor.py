@@ -13,6 +13,7 @@ from distributed_workers import Workers, torchrun, workers
 from dtensor_calls import Call
 
 import flash_dmattn
+from flash_dmattn import AuxRequest
 
 LSE = (("return_lse", True),)
 EIGHT: dict[str, Any] = {"seqlen_q": 8, "seqlen_k": 8}
@@ -51,6 +52,7 @@ CALLS = {
     "probabilities": Call(
         "S2", needs="", flags=(("backend", "reference"), ("return_lse", True), ("return_probs", True))
     ),
+    "numbers about rows": Call("S0 S2", sink_on="R S0", flags=(("return_aux", AuxRequest(True, True, True)),)),
     "sequence": Call("S1", **EIGHT, mask=(3, 1, 8, 8), mask_on="S2", bias=(1, 4, 8, 8), bias_on="S2", flags=LSE),
     "sequence, shared bias": Call(
         "S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), bias_on="R", sink_on="R", flags=LSE
@@ -76,7 +78,8 @@ def check(call: Call, results: dict[str, tuple[str, float]]) -> None:
     """Compare placements: out has the ones of q, lse has heads before rows, and a gradient the ones of its leaf."""
     rows, heads = (f"S{len(call.batch) + dim}" for dim in (0, 1))
     lse_on = " ".join({rows: heads, heads: rows}.get(place, place) for place in call.q.split())
-    expected = {"out": call.q, "lse": lse_on, "probs": lse_on, "dbias": call.bias_on, "dsink": call.sink_on}
+    expected = {"out": call.q, "dbias": call.bias_on, "dsink": call.sink_on}
+    expected |= dict.fromkeys(("lse", "probs", "max_scores", "entropy"), lse_on)
     expected |= {"dq": call.q, "dk": call.k or call.q, "dv": call.k or call.q}
     assert {name: placed for name, (placed, _) in results.items()} == {name: expected[name] for name in results}
     assert {name: far for name, (_, far) in results.items() if not far < 1e-10} == {}
@@ -129,6 +132,10 @@ REFUSED: list[tuple[str, Call]] = [
     (
         r"ValueError: rank \d: return_probs is True, and q shares its sequence",
         Call("S1", **EIGHT, flags=(("backend", "reference"), ("return_probs", True))),
+    ),
+    (
+        r"ValueError: rank \d: return_aux asks for entropy, and q shares its sequence",
+        Call("S1", **EIGHT, flags=(("return_aux", AuxRequest(entropy=True)),)),
     ),
     (r"q has placements \(Shard\(dim=3\),\); on mesh dim 0 it needs .* Shard\(2\) \(heads\)", Call("S3")),
     (
