@@ -460,7 +460,7 @@ _NO_THIRD = (
 class AttentionBackward(torch.autograd.Function):
     """Compute the gradients of a call as an autograd function, so that they have a derivative.
 
-    Its arguments are those of `differentiate`.
+    It takes the arguments of `differentiate`, with the gradient of entropies after dlse.
     """
 
     @staticmethod

@@ -106,7 +106,11 @@ def forward(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
     largest = torch.full_like(lse, -math.inf) if max_scores else None
     entropies = torch.zeros_like(lse) if entropy else None
-    results = (out, lse, *(x for x in (largest, entropies) if x is not None))
+    results: tuple[Tensor, ...] = (out, lse)
+    if largest is not None:
+        results += (largest,)
+    if entropies is not None:
+        results += (entropies,)
     if sink is not None:
         lse.copy_(sink[:, None])  # for rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
@@ -115,7 +119,8 @@ def forward(
     chunks = cut(q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=1 + entropy)
     scores = Scores(chunks, bias, softmax_scale, softcap, bias_repeat=repeats[1])
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
-    largest_rows, entropy_rows = (None if x is None else Rows(x.mT.unsqueeze(3), chunks) for x in (largest, entropies))
+    largest_rows = None if largest is None else Rows(largest.mT.unsqueeze(3), chunks)
+    entropy_rows = None if entropies is None else Rows(entropies.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     sink_rows = None if sink is None else Rows(sink[:, None].expand(*q.shape[:3], 1), chunks)
     lowest = torch.finfo(chunks.dtype).min

@@ -1,4 +1,4 @@
-"""The entropy of rows in the backward pass: what its gradient adds to the gradient of lse, and to that of sinks.
+"""The backward pass of entropies: their gradient adds to the gradients of lse and of sinks.
 
 With the gradient g of the entropy H of a row, ds loses g p ln p and delta gets g H, as if the gradient of lse were less
 by g H. So a backward pass takes that gradient of lse and adds nothing but g p ln p.
@@ -15,7 +15,7 @@ from .sinks import sink_probability
 
 
 class SentEntropy(NamedTuple):
-    """What is sent back through the entropies of a call, besides what :func:`joined_gradients` joins to dlse.
+    """Hold the gradient of the entropies of a call, beside the gradient of lse that :func:`joined_gradients` makes.
 
     Attributes:
         gradient: of the entropies, as that function returns it; None where nothing is sent through them.

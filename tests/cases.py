@@ -234,7 +234,7 @@ class Case:
         return replace(inputs, bias=bias)  # type: ignore[arg-type]
 
     def asked(self) -> dict[str, bool]:
-        """What the call returns besides out and lse, as the formula takes it."""
+        """The results that the call has besides out and lse, as the formula takes them."""
         return {name: True for name in self.aux}
 
     def request(self) -> AuxRequest:

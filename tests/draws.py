@@ -405,7 +405,7 @@ def smaller(case: Case) -> Case:
 
 
 def asked_of(number: int) -> tuple[str, ...]:
-    """What a call of a number asks for besides out and lse: one of three does."""
+    """The results that a call of a number asks for besides out and lse; one of three does."""
     return random.Random(f"aux {number}").choice(((), (), (), (), ("max_scores",), ("max_scores", "entropy")))
 
 

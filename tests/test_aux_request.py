@@ -47,10 +47,10 @@ def asked(*arguments: Any, **options: Any) -> AuxOutput:
 
 def by_hand(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Largest scores and entropies of scores (B, Hq, Lq, Lk) in fp64, from p itself."""
-    whole = scores
+    logits = scores
     if sink is not None:
-        whole = torch.cat((scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)), 3)
-    p = whole.softmax(3).nan_to_num(0.0)
+        logits = torch.cat((scores, sink.double().view(-1, 1, 1).expand(*scores.shape[:3], 1)), 3)
+    p = logits.softmax(3).nan_to_num(0.0)
     return scores.amax(3), torch.special.entr(p).sum(3)
 
 
@@ -130,7 +130,7 @@ def test_a_constant_in_all_scores_of_a_row_moves_no_entropy(backend: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("chunks")
 def test_derivatives_of_entropy(backend: str) -> None:
-    """Of every input, twice, beside those of out and lse; and alone."""
+    """They exist for every input, also the second ones, beside derivatives of out and lse, and alone."""
     options = {"dtype": torch.float64, "requires_grad": True}
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 3, 2, 4, **options), *(torch.randn(1, 4, 1, 4, **options) for _ in range(2))

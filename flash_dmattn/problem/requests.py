@@ -1,4 +1,4 @@
-"""What a call returns besides out: `AuxRequest` asks for it, and `AuxOutput` has it."""
+"""`AuxRequest` asks for numbers about the rows of a call, and `AuxOutput` has them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class AuxRequest(NamedTuple):
     The request of FlexAttention, `torch.nn.attention.flex_attention.AuxRequest`, is accepted in its place.
 
     Attributes:
-        lse: the natural log of the sum of exp of the scores and the sink, differentiable.
-        max_scores: the largest score of each row: scaled, capped, with its bias, among allowed keys, without the sink.
-            -inf in a row with nothing allowed. It has no gradient.
-        entropy: -sum p log(p) over the keys of each row and its sink, before dropout; 0 in a row with nothing allowed.
-            Differentiable.
+        lse: the natural log of the sum of exp of the scores and the sink. It is differentiable.
+        max_scores: the largest score of each row, final as the softmax takes it, without the sink. It is -inf in a row
+            with nothing allowed. It has no gradient.
+        entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row with nothing
+            allowed. It is differentiable.
 
     Equivalent PyTorch, for scores s with -inf where a key is not allowed, and without a sink::
 
@@ -38,7 +38,7 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """What an `AuxRequest` has asked for, each (B, Hq, Lq) in fp32 (fp64 for fp64); None where it was not asked for.
+    """Hold the results of an `AuxRequest`, each (B, Hq, Lq) in fp32 (fp64 for fp64), None where it was not asked for.
 
     >>> import torch, flash_dmattn
     >>> q, k, v = torch.randn(3, 1, 1, 2, 16)
