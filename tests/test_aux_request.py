@@ -119,11 +119,11 @@ def test_entropy_lies_between_0_and_that_of_equal_scores(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("chunks")
 def test_a_constant_in_all_scores_of_a_row_moves_no_entropy(backend: str) -> None:
-    """The mean score and lse are 1e4 then, and the entropy is what they differ by."""
+    """The mean score and lse are 1e4 then, and fp32 holds their difference, the entropy, to 4.9e-4 only."""
     q, k, v = tensors()
     constant = torch.full((1, 1, 1, 1), 1e4)
     plain, moved = asked(q, k, v, backend=backend), asked(q, k, v, bias=constant, backend=backend)
-    assert (plain.entropy - moved.entropy).abs().max() < 1e-3
+    assert (plain.entropy - moved.entropy).abs().max() < 3e-4  # the rounding of 70 scores, which averages out
     torch.testing.assert_close(moved.max_scores, plain.max_scores + 1e4, rtol=2e-7, atol=0)
 
 
