@@ -1,39 +1,241 @@
-"""Show."""
+"""Hold the compiled form of every Triton kernel against its memory, without a GPU: `python tests/bounds.py --help`.
+
+    python tests/bounds.py                              # every form for three GPUs, and other sizes of its call
+    python tests/bounds.py --arch sm_90 --dtype bf16 --sizes catalogue
+    python tests/bounds.py --words forward 256          # forms with these words in their description
+    python tests/bounds.py --faults                     # plant faults in kernels, and see whether each is noticed
+    python tests/bounds.py --out tests/results/bounds.json    # then `python tests/reliability.py` writes the page
+
+Three questions about each launch: does an access leave its tensor, does a number that an address depends on leave its
+32 or 64 bits, and do two programs store to one place? `bounds_walk.py` turns the compiled form into terms,
+`bounds_contracts.py` says what the launch and its tables hold, `bounds_solve.py` decides. Sizes and strides are those
+of the launch. Programs, loops, lanes and values of tables are symbols, so that an answer is for all of them.
+
+Needs z3-solver. Exit status: 1 where there is a fault.
+"""
 
 from __future__ import annotations
 
-import collections
+import argparse
+import hashlib
+import json
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bounds_contracts import Arguments, Contracts  # noqa: E402
-from bounds_solve import Checker, Held, Solver, Verdict, conflict  # noqa: E402
+from bounds_solve import PROVED, Checker, Held, Solver, Verdict, conflict  # noqa: E402
 from bounds_terms import forget  # noqa: E402
 from bounds_walk import NotFollowed, walked  # noqa: E402
-from compiled_triton import Job  # noqa: E402
+from compiled_catalogue import ARCHS, DTYPES, SEQUENCES, Entry, catalogue  # noqa: E402
+from compiled_triton import Job, SequenceVariant, Variant, jobs_of  # noqa: E402
+from compiled_variants import SEQUENCE_VARIANTS, VARIANTS  # noqa: E402
+from reliability import BOUNDS as QUESTIONS  # noqa: E402
+from reliability import bounds_of  # noqa: E402
+
+from benchmarks.machine import commit_of  # noqa: E402
+
+WORDS = ("fault", "undecided", "sampled", "proved")  # the worst first
+ARCHS_CHECKED = ("sm_80", "sm_90", "sm_100")
+GREAT = 2**31
 
 
-def check(job, text=None):
+def three_less(variant: Variant) -> Variant:
+    """Lengths that no block divides."""
+    q, k = (n - 3 if n > 8 else n for n in (variant.seqlen_q, variant.seqlen_k))
+    return replace(variant, seqlen_q=q, seqlen_k=k)
+
+
+def many(variant: Variant) -> Variant:
+    """So many entries that q, or k, has more than 2^31 elements."""
+    entry = max(variant.seqlen_q * variant.num_heads, variant.seqlen_k * variant.num_heads_k) * variant.head_dim
+    return replace(variant, batch=GREAT // entry + 2)
+
+
+def long(variant: Variant) -> Variant:
+    """So long that one entry has more than 2^31 elements."""
+    if variant.seqlen_q < 1024 or variant.seqlen_k < 1024:
+        return variant
+    length = GREAT // (variant.num_heads_k * variant.head_dim) + 5
+    return replace(variant, batch=1, seqlen_q=length, seqlen_k=length)
+
+
+SIZES: dict[str, Callable[[Variant], Variant]] = {"three less": three_less, "many": many, "long": long}
+
+
+class Found(NamedTuple):
+    """What came of one launch: a verdict on each question, and the accesses that nothing reaches, of so many."""
+
+    label: str
+    name: str
+    key: str
+    verdicts: dict[str, Verdict]
+    accesses: int
+    unreached: int
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{self.label}: {word.word}, {word.why}" for word in self.verdicts.values() if word.word != "proved"]
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return min(verdicts, key=lambda verdict: WORDS.index(verdict.word), default=PROVED)
+
+
+def found(job: Job, label: str = "", questions: Sequence[str] = QUESTIONS) -> Found:
+    """Answer the three questions about a launch, or some of them."""
+    started = time.monotonic()
+    key = hashlib.sha256(job.key.encode()).hexdigest()[:16]
+    try:
+        verdicts, accesses, unreached = answers(job, questions)
+    except NotFollowed as why:
+        verdicts, accesses, unreached = {q: Verdict("undecided", f"{q}: {why}") for q in questions}, 0, 0
+    return Found(label or job.name, job.name, key, verdicts, accesses, unreached, time.monotonic() - started)
+
+
+def answers(job: Job, questions: Sequence[str]) -> tuple[dict[str, Verdict], int, int]:
+    """The verdicts on a launch, how many accesses it has, and how many of them nothing reaches."""
     forget()
     arguments = Arguments(job)
     contracts = Contracts(job, arguments)
     solver = Solver(contracts.facts)
-    try:
-        walk = walked(text or job.ttir(), arguments.values, arguments.programs, contracts.load, solver.prove)
-    except NotFollowed as why:
-        return [("walk", "", Verdict("undecided", str(why)))]
+    walk = walked(job.ttir(), arguments.values, arguments.programs, contracts.load, solver.prove)
     checker = Checker(solver, arguments.sizes, lambda x: x.name in contracts.of)
-    rows = []
-    for access in walk.accesses:
-        rows.append(("bounds", access, checker.in_bounds(access)))
-        rows.append(("wraps", access, checker.no_wrap(access)))
-        if not checker.is_reached(access):
-            rows.append(("reached", access, Verdict("undecided", "never reached")))
-    verdict, complete = conflict(walk.accesses, arguments.programs, Held(contracts.contents(0), walk.repeats))
-    rows.append(("races", complete, verdict))
-    return rows
+
+    def two_programs() -> Verdict:
+        verdict, is_complete = conflict(walk.accesses, arguments.programs, Held(contracts.contents(0), walk.repeats))
+        is_sample = verdict.word == "proved" and not is_complete
+        return Verdict("sampled", "two programs: of some programs") if is_sample else verdict
+
+    ask: dict[str, Callable[[], Verdict]] = {
+        "outside": lambda: worst([checker.in_bounds(access) for access in walk.accesses]),
+        "wraps": lambda: worst([checker.no_wrap(access) for access in walk.accesses]),
+        "two programs": two_programs,
+    }
+    verdicts = {question: ask[question]() for question in questions}
+    unreached = sum(not checker.is_reached(access) for access in walk.accesses)
+    return verdicts, len(walk.accesses), unreached
+
+
+def launches(archs: Sequence[str], dtypes: Sequence[str], sizes: Sequence[str], words: Sequence[str]) -> list[Entry]:
+    """The catalogue of compiled kernels, and the launches of its calls at other sizes, bfloat16 on sm_90."""
+    listed = catalogue(archs, dtypes, words) if "catalogue" in sizes else []
+    if "bf16" in dtypes and "sm_90" in archs:
+        for size in SIZES:
+            if size in sizes:
+                listed += [entry for entry in resized(size, "sm_90") if all(word in entry.label for word in words)]
+    return listed
+
+
+def resized(size: str, arch: str) -> Iterator[Entry]:
+    """The launches of the calls of the catalogue at another size, each once."""
+    seen = set[str]()
+    calls = [(name, Variant(**fields)) for name, fields in VARIANTS.items()]
+    if size == "three less":
+        calls += [(f"{SEQUENCES}{name}", SequenceVariant(**fields)) for name, fields in SEQUENCE_VARIANTS.items()]
+    for name, variant in calls:
+        other = SIZES[size](variant)
+        if other == variant:
+            continue
+        for job in jobs_of(other, arch):
+            if job.key not in seen:
+                seen.add(job.key)
+                dtype = "fp32" if variant.dtype.itemsize == 4 else "bf16"
+                yield Entry(dtype, f"{name}, {size}", variant.head_dim, job)
+
+
+_entries: list[Entry] = []  # for the workers, which are forked
+
+
+def _found(index: int) -> Found:
+    entry = _entries[index]
+    return found(entry.job, entry.label)
+
+
+def find_all(entries: Sequence[Entry], workers: int) -> list[Found]:
+    """Answer the questions about all launches in several processes, and say what is not proved."""
+    _entries[:] = entries
+    results: list[Found] = []
+    started = time.monotonic()
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        for done in as_completed([pool.submit(_found, index) for index in range(len(_entries))]):
+            results.append(done.result())
+            left = (time.monotonic() - started) / len(results) * (len(entries) - len(results))
+            if results[-1].lines or len(results) % 25 == 0:
+                print(f"[{len(results)}/{len(entries)}, {left:.0f} s left]", *results[-1].lines, sep="\n", flush=True)
+    return results
+
+
+def summed(results: Sequence[Found]) -> dict[str, Any]:
+    """For each kernel its forms and launches, and of each question how many forms have which verdict; and reasons."""
+    kernels: dict[str, Any] = {}
+    for name in sorted({result.name for result in results}):
+        own = [result for result in results if result.name == name]
+        forms = {result.key for result in own}
+        row: dict[str, Any] = {"forms": len(forms), "launches": len(own)}
+        for question in (*QUESTIONS, "all"):
+            asked = QUESTIONS if question == "all" else (question,)
+            by_form = {key: worst([r.verdicts[q] for r in own if r.key == key for q in asked]).word for key in forms}
+            row[question] = dict(Counter(by_form.values()))
+        reasons = {verdict.why for result in own for verdict in result.verdicts.values() if verdict.word == "undecided"}
+        row["reasons"] = sorted(reasons)
+        row["faults"] = sorted(line for result in own for line in result.lines if ": fault, " in line)
+        row["accesses"], row["unreached"] = (sum(r[i] for r in own) for i in (4, 5))
+        kernels[name] = row
+    return kernels
+
+
+def plant_all() -> int:
+    """Plant each fault, and count those that nobody notices."""
+    from bounds_faults import PLANTED, jobs_with, planted
+
+    left = 0
+    for fault in PLANTED:
+        with planted(fault):
+            verdict = found(jobs_with(fault)[0], questions=(fault.question,)).verdicts[fault.question]
+        left += verdict.word != "fault"
+        print(f"{fault.kernel}, {fault.what}: {verdict.word}, {verdict.why}", flush=True)
+    print(f"{len(PLANTED)} faults, {left} not noticed")
+    return int(left > 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS_CHECKED)
+    parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
+    parser.add_argument("--sizes", nargs="+", choices=("catalogue", *SIZES), default=("catalogue", *SIZES))
+    parser.add_argument("--words", nargs="+", default=(), help="only forms with all of these in their description")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--faults", action="store_true", help="plant faults in kernels instead")
+    parser.add_argument("--out", type=Path, help="a file for the counts, JSON")
+    options = parser.parse_args(argv)
+    if options.faults:
+        return plant_all()
+    entries = launches(options.arch, options.dtype, options.sizes, options.words)
+    if not entries:
+        parser.error("no form has all of these words in its description")
+    results = find_all(entries, options.jobs)
+    kernels = summed(results)
+    print("\n".join(["", *bounds_of(kernels), ""]))
+    for row in kernels.values():
+        print(*row["faults"], sep="\n", end="\n" if row["faults"] else "")
+    if options.out is not None:
+        options.out.write_text(json.dumps({"commit": commit_of(ROOT), "kernels": kernels}, indent=1) + "\n")
+    faults = sum(len(row["faults"]) for row in kernels.values())
+    print(f"{len(results)} launches, {sum(result.seconds for result in results):.0f} s, {faults} faults")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -92,6 +92,7 @@ class Contracts:
 
     def __init__(self, job: Job, arguments: Arguments) -> None:
         self.arguments, self.numbers, self.tensors = arguments, arguments.numbers, arguments.tensors
+        self.name = job.name
         self.of: dict[str, Contract] = {}
         self.sequences_seen: list[Term] = []  # whose bounds a kernel loads
         maker = getattr(self, f"_{job.name}", None)
@@ -99,7 +100,7 @@ class Contracts:
             maker()
         elif "lists.most" in self.numbers:
             self._lists()
-        elif "shape.seqlen_k" in self.numbers and "SEQUENCES" in self.numbers:
+        elif "shape.seqlen_k" in self.numbers:
             self._attention()
 
     def load(self, tensor: str, place: Term, bits: int) -> Term:
@@ -134,7 +135,7 @@ class Contracts:
     # The tables of attention kernels
 
     def _attention(self) -> None:
-        numbers, layout = self.numbers, self.numbers["SEQUENCES"]
+        numbers, layout = self.numbers, self.numbers.get("SEQUENCES", 0)
         if numbers.get("MASK") == 1 and "mask_index" in self.tensors:
             self.of["mask_index"] = self.tile_lists("mask_index")
         if numbers.get("MASK") == 2 and "mask_index" in self.tensors:
@@ -151,7 +152,10 @@ class Contracts:
 
         `mask_pack.write_list` writes them. A full tile of keys lies inside of the keys: bits beyond them are 0.
         """
-        is_of_keys = self.tensors[name].shape[-1] - 2 == -(-self.numbers["shape.seqlen_k"] // TILE)
+        is_of_keys = self.name not in (
+            "backward_keys",
+            "pair_columns",
+        )  # those walk columns, whose tiles are of queries
         x = self.tensors[name]
         row = x.shape[-1]
         count = row - 2
@@ -181,7 +185,7 @@ class Contracts:
         end = tile * TILE + TILE
         if not is_of_keys:
             return []
-        if not numbers["SEQUENCES"]:
+        if not numbers.get("SEQUENCES", 0):
             return [is_other | (end <= numbers["shape.seqlen_k"])]
         said = []
         for own in self.sequences_seen:
@@ -314,7 +318,7 @@ class Contracts:
     # The tables of lists
 
     def _lists(self) -> None:
-        """Entries of each row of lists, in ascending order, and how many there are: the checks of `lists` at its making."""
+        """Entries of each row of lists, which ascend, and how many there are: `lists` checks them at its making."""
         numbers, tensors = self.numbers, self.tensors
         each, most = numbers.get("KEYS_EACH", 1), numbers["lists.most"]
         blocks = max(-(-numbers["shape.seqlen_k"] // each), 1)
@@ -325,14 +329,19 @@ class Contracts:
         def ascending(rng: np.random.Generator) -> Any:
             return np.tile(np.sort(rng.choice(blocks, most, replace=blocks < most)), (rows("entries", most), 1))
 
+        def below_the_count(value: Term, index: Term) -> list[Term]:
+            is_rest = self.at("counts", index // most) <= index % most
+            return [is_rest | ((const(0) <= value) & (value < blocks))]
+
         if "entries" in tensors:
-            self.of["entries"] = Contract((0, blocks - 1), contents=ascending)
+            self.of["entries"] = Contract((-(2**31), 2**31 - 1), below_the_count, ascending)
         if "counts" in tensors:
             self.of["counts"] = Contract((0, most), contents=lambda rng: rng.integers(0, most + 1, rows("counts", 1)))
         if "values" in tensors and "slots" in tensors:
             columns = tensors["values"].shape[-1]
             self.of["slots"] = Contract(
-                (0, columns - 1), contents=lambda rng: np.tile(rng.permutation(columns)[:most], (rows("slots", most), 1))
+                (0, columns - 1),
+                contents=lambda rng: np.tile(rng.permutation(columns)[:most], (rows("slots", most), 1)),
             )
         if "segments" in tensors:
             self._segments(most * numbers["lists.rows"])
@@ -369,4 +378,3 @@ class Side(NamedTuple):
     rows: int
     most: int
     is_packed: bool
-

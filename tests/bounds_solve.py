@@ -83,7 +83,7 @@ class Solver:
         raise AssertionError(x.op)
 
     def about(self, x: Term, is_quoted: bool) -> list[Any]:
-        """What is known of one term, in Z3's language; where a contract quotes it, without the contract's word on it."""
+        """What is known of a term, in Z3's language; without its own contract where another contract quotes it."""
         if (x, is_quoted) in self.known:
             return self.known[x, is_quoted]
         said: list[Any] = []
@@ -158,6 +158,17 @@ def _widest(x: Term) -> Term:
     return copy
 
 
+# What a reader makes of a number without a contract, by the operation that made it.
+NAMES = {"tt.scan": "a count of what is kept", "tt.reduce": "a count of what is kept", "tt.atomic_rmw": "an atomic"}
+NAMES |= {"scf.while": "what a search ends with", "scf.for": "what a loop carries"}
+
+
+def name_of(x: Term) -> str:
+    """Where a number without a contract comes from."""
+    name = str(x.name).split()[0]
+    return NAMES.get(name, "single bits" if name.startswith("arith.") else str(x.name).rstrip(" 0123456789"))
+
+
 def unknowns(terms: Sequence[Term], has_contract: Callable[[Term], bool]) -> list[str]:
     """What a term depends on that no contract bounds."""
     names: dict[str, None] = {}
@@ -165,8 +176,8 @@ def unknowns(terms: Sequence[Term], has_contract: Callable[[Term], bool]) -> lis
         if x.op == "load" and not has_contract(x):
             names[f"values of `{x.name}`"] = None
         elif x.op == "sym" and not str(x.name).startswith(OWN):
-            names[str(x.name).rstrip(" 0123456789")] = None
-    return list(names)
+            names[name_of(x)] = None
+    return sorted(names)
 
 
 class Checker:
@@ -201,7 +212,7 @@ class Checker:
         return self._answer((*access.path, access.mask), outside(access.place, 0, last), "outside")
 
     def no_wrap(self, access: Access) -> Verdict:
-        """No sum or product leaves the bits of its type: of the conditions, of the mask, and of the place under both."""
+        """No sum or product leaves the bits of its type, in the conditions, the mask, or the place under both."""
         worst = PROVED
         stages = [(access.path[:i], x) for i, x in enumerate(access.path)]
         stages += [(access.path, access.mask), ((*access.path, access.mask), access.place)]
@@ -289,8 +300,7 @@ class Places:
                 return np.where(*args)
             case "cast":
                 return args[0]
-        raise Unknown(str(x.name).rstrip(" 0123456789"))
-
+        raise Unknown(name_of(x))
 
     def _repeated(self, repeat: Repeat) -> list[Any]:
         """The numbers that a loop ends with."""
@@ -337,9 +347,7 @@ def _factor(x: Term, lane: Term) -> int | None:
 
 def stored(access: Access, programs: Any, held: Held) -> tuple[Any, Any, int]:
     """What each program stores: programs, first bytes, and how many bytes follow each."""
-    lanes = sorted(
-        (x for x in parts(access.place, access.mask) if x.op == "axis"), key=lambda x: x.name[1:]
-    )
+    lanes = sorted((x for x in parts(access.place, access.mask) if x.op == "axis"), key=lambda x: x.name[1:])
     conditions = conjuncts(access.mask, *access.path)
     run, width = None, access.size
     for lane in lanes:

@@ -182,7 +182,9 @@ def _region(lines: Iterator[str], arguments: tuple[tuple[str, str], ...]) -> tup
         if match is None:
             raise NotFollowed(f"the line {line[:80]}")
         first, number, name, rest = match.groups()
-        results = () if first is None else (first,) if number is None else tuple(f"{first}#{i}" for i in range(int(number)))
+        results: tuple[str, ...] = () if first is None else (first,)
+        if number is not None:
+            results = tuple(f"{first}#{i}" for i in range(int(number)))
         regions = []
         while rest.endswith("{"):
             inside, end = _region(lines, ())
@@ -218,8 +220,8 @@ _NO_RESULT = ("tt.assert", "gpu.barrier", "tt.print", "llvm.intr.assume", "tt.re
 class Walk:
     """What the walk knows; `accesses` is its result.
 
-    `values` makes the term of an integer that is loaded from a tensor, at a place in bytes. `prove` says whether conditions
-    imply another one.
+    `values` makes the term of an integer that is loaded from a tensor, at a place in bytes. `prove` says whether
+    conditions imply another one.
     """
 
     values: Callable[[str, Term, int], Term]
@@ -325,8 +327,10 @@ class Walk:
         if bits == 1:
             made = {"arith.andi": both, "arith.ori": either, "arith.xori": lambda a, b: negation(equal(a, b))}
             self.bind(op, made[op.name](x, y))
-        elif op.name == "arith.andi" and y.value is not None and y.value >= 0 and x.lo >= 0 and not y.value & (y.value + 1):
-            self.bind(op, rem(x, const(y.value + 1, bits), bits))
+            return
+        is_low = y.value is not None and y.value >= 0 and not y.value & (y.value + 1)  # the bits below some bit
+        if op.name == "arith.andi" and is_low and x.lo >= 0:
+            self.bind(op, rem(x, const(y.lo + 1, bits), bits))
         elif op.name == "arith.andi" and (x.lo >= 0 or y.lo >= 0):
             top = min(z.hi for z in (x, y) if z.lo >= 0)
             self.bind(op, self.fresh(kind, op.name, (0, top)))
@@ -697,7 +701,7 @@ class Walk:
     def _inductive(
         self, op: Op, names: list[str], first: list[Value], unknown: list[Value], inside: Term, loop: Loop
     ) -> list[Value]:
-        """What a loop carries: the same, or what each step adds the same to, or something of an interval, or anything."""
+        """What a loop carries: the same, what each step adds the same to, a number of an interval, or anything."""
         guesses = list(unknown)
 
         def tried(values: list[Value]) -> list[Value]:
