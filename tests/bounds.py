@@ -8,8 +8,8 @@
 
 Three questions about each launch: does an access leave its tensor, does a number that an address depends on leave its
 32 or 64 bits, and do two programs store to one place? `bounds_walk.py` turns the compiled form into terms,
-`bounds_contracts.py` says what the launch and its tables hold, `bounds_solve.py` decides. Sizes and strides are those
-of the launch. Programs, loops, lanes and values of tables are symbols, so that an answer is for all of them.
+`bounds_contracts.py` says what the launch and its tables hold, `bounds_solve.py` decides. Sizes and strides have the
+numbers of the launch. Programs, loops, lanes and values of tables are symbols, so that an answer is for all of them.
 
 Needs z3-solver. Exit status: 1 where there is a fault.
 """
@@ -23,9 +23,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ SIZES: dict[str, Callable[[Variant], Variant]] = {"three less": three_less, "man
 
 
 class Found(NamedTuple):
-    """What came of one launch: a verdict on each question, and the accesses that nothing reaches, of so many."""
+    """The result of one launch: a verdict on each question, the number of accesses, and of those nothing reaches."""
 
     label: str
     name: str
@@ -93,7 +94,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=lambda verdict: WORDS.index(verdict.word), default=PROVED)
 
 
-def found(job: Job, label: str = "", questions: Sequence[str] = QUESTIONS) -> Found:
+def asked(job: Job, label: str = "", questions: Sequence[str] = QUESTIONS) -> Found:
     """Answer the three questions about a launch, or some of them."""
     started = time.monotonic()
     key = hashlib.sha256(job.key.encode()).hexdigest()[:16]
@@ -128,52 +129,55 @@ def answers(job: Job, questions: Sequence[str]) -> tuple[dict[str, Verdict], int
     return verdicts, len(walk.accesses), unreached
 
 
-def launches(archs: Sequence[str], dtypes: Sequence[str], sizes: Sequence[str], words: Sequence[str]) -> list[Entry]:
+Work = Callable[[], list[Entry]]  # launches, which a worker plans
+
+
+def works(archs: Sequence[str], dtypes: Sequence[str], sizes: Sequence[str], words: Sequence[str]) -> list[Work]:
     """The catalogue of compiled kernels, and the launches of its calls at other sizes, bfloat16 on sm_90."""
-    listed = catalogue(archs, dtypes, words) if "catalogue" in sizes else []
-    if "bf16" in dtypes and "sm_90" in archs:
-        for size in SIZES:
-            if size in sizes:
-                listed += [entry for entry in resized(size, "sm_90") if all(word in entry.label for word in words)]
+    listed: list[Work] = []
+    if "catalogue" in sizes:
+        listed = [partial(list[Entry], [entry]) for entry in catalogue(archs, dtypes, words)]
+    if "bf16" not in dtypes or "sm_90" not in archs:
+        return listed
+    calls = [(name, Variant(**fields)) for name, fields in VARIANTS.items()]
+    for size in sizes:
+        own = list(calls)
+        if size == "three less":
+            own += [(f"{SEQUENCES}{name}", SequenceVariant(**fields)) for name, fields in SEQUENCE_VARIANTS.items()]
+        if size in SIZES:
+            listed += [partial(resized, name, variant, size, words) for name, variant in own]
     return listed
 
 
-def resized(size: str, arch: str) -> Iterator[Entry]:
-    """The launches of the calls of the catalogue at another size, each once."""
-    seen = set[str]()
-    calls = [(name, Variant(**fields)) for name, fields in VARIANTS.items()]
-    if size == "three less":
-        calls += [(f"{SEQUENCES}{name}", SequenceVariant(**fields)) for name, fields in SEQUENCE_VARIANTS.items()]
-    for name, variant in calls:
-        other = SIZES[size](variant)
-        if other == variant:
-            continue
-        for job in jobs_of(other, arch):
-            if job.key not in seen:
-                seen.add(job.key)
-                dtype = "fp32" if variant.dtype.itemsize == 4 else "bf16"
-                yield Entry(dtype, f"{name}, {size}", variant.head_dim, job)
+def resized(name: str, variant: Variant, size: str, words: Sequence[str]) -> list[Entry]:
+    """The launches of a call at another size, each once; none where it has that size."""
+    other = SIZES[size](variant)
+    jobs = {} if other == variant else {job.key: job for job in jobs_of(other, "sm_90")}
+    dtype = "fp32" if variant.dtype.itemsize == 4 else "bf16"
+    entries = [Entry(dtype, f"{name}, {size}", variant.head_dim, job) for job in jobs.values()]
+    return [entry for entry in entries if all(word in entry.label for word in words)]
 
 
-_entries: list[Entry] = []  # for the workers, which are forked
+_works: list[Work] = []  # for the workers, which are forked
 
 
-def _found(index: int) -> Found:
-    entry = _entries[index]
-    return found(entry.job, entry.label)
+def _asked(index: int) -> list[Found]:
+    return [asked(entry.job, entry.label) for entry in _works[index]()]
 
 
-def find_all(entries: Sequence[Entry], workers: int) -> list[Found]:
-    """Answer the questions about all launches in several processes, and say what is not proved."""
-    _entries[:] = entries
+def ask_all(listed: Sequence[Work], workers: int) -> list[Found]:
+    """Ask about all launches in several processes, and print what is not proved."""
+    _works[:] = listed
     results: list[Found] = []
     started = time.monotonic()
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        for done in as_completed([pool.submit(_found, index) for index in range(len(_entries))]):
-            results.append(done.result())
-            left = (time.monotonic() - started) / len(results) * (len(entries) - len(results))
-            if results[-1].lines or len(results) % 25 == 0:
-                print(f"[{len(results)}/{len(entries)}, {left:.0f} s left]", *results[-1].lines, sep="\n", flush=True)
+        pending = [pool.submit(_asked, index) for index in range(len(_works))]
+        for number, done in enumerate(as_completed(pending), 1):
+            results += done.result()
+            lines = [line for result in done.result() for line in result.lines]
+            if lines or number % 25 == 0:
+                left = (time.monotonic() - started) / number * (len(pending) - number)
+                print(f"[{number}/{len(pending)}, {left:.0f} s left]", *lines, sep="\n", flush=True)
     return results
 
 
@@ -197,13 +201,13 @@ def summed(results: Sequence[Found]) -> dict[str, Any]:
 
 
 def plant_all() -> int:
-    """Plant each fault, and count those that nobody notices."""
+    """Plant each fault, and tell which stay unnoticed."""
     from bounds_faults import PLANTED, jobs_with, planted
 
     left = 0
     for fault in PLANTED:
         with planted(fault):
-            verdict = found(jobs_with(fault)[0], questions=(fault.question,)).verdicts[fault.question]
+            verdict = asked(jobs_with(fault)[0], questions=(fault.question,)).verdicts[fault.question]
         left += verdict.word != "fault"
         print(f"{fault.kernel}, {fault.what}: {verdict.word}, {verdict.why}", flush=True)
     print(f"{len(PLANTED)} faults, {left} not noticed")
@@ -222,10 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.faults:
         return plant_all()
-    entries = launches(options.arch, options.dtype, options.sizes, options.words)
-    if not entries:
+    results = ask_all(works(options.arch, options.dtype, options.sizes, options.words), options.jobs)
+    if not results:
         parser.error("no form has all of these words in its description")
-    results = find_all(entries, options.jobs)
     kernels = summed(results)
     print("\n".join(["", *bounds_of(kernels), ""]))
     for row in kernels.values():

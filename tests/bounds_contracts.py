@@ -1,7 +1,7 @@
-"""What a launch says of its arguments, and what is in the tensors that kernels take places from.
+"""Contracts: the arguments of a launch, and the values of the tensors that kernels take places from.
 
 A contract has facts about each value of a tensor, for Z3, and the contents of such a tensor, drawn at random, for the
-places of stores. What keeps a contract is told beside it.
+places of stores. Each says which code keeps it.
 """
 
 from __future__ import annotations
@@ -365,11 +365,11 @@ class Contracts:
         def facts(value: Term, index: Term) -> list[Term]:
             return [value + self.at("counts", index) <= rows]
 
-        def of_counts(value: Term, index: Term) -> list[Term]:
+        def after_counts(value: Term, index: Term) -> list[Term]:
             return [value + self.at("offsets", index) <= rows]
 
         self.of["offsets"] = Contract((0, rows), facts)
-        self.of["counts"] = Contract((0, rows), of_counts)
+        self.of["counts"] = Contract((0, rows), after_counts)
 
 
 class Side(NamedTuple):

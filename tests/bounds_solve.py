@@ -16,11 +16,10 @@ Facts = Callable[[Term], Sequence[Term]]
 
 
 class Verdict(NamedTuple):
-    """What is known of an access: "proved", "fault" or "undecided", and why; `unreached` where nothing gets there."""
+    """An answer about an access: "proved", "fault" or "undecided", and why."""
 
     word: str
     why: str = ""
-    unreached: bool = False
 
 
 PROVED = Verdict("proved")
@@ -83,7 +82,7 @@ class Solver:
         raise AssertionError(x.op)
 
     def about(self, x: Term, is_quoted: bool) -> list[Any]:
-        """What is known of a term, in Z3's language; without its own contract where another contract quotes it."""
+        """Say all about a term, in Z3's language; without its own contract where another contract quotes it."""
         if (x, is_quoted) in self.known:
             return self.known[x, is_quoted]
         said: list[Any] = []
@@ -158,7 +157,7 @@ def _widest(x: Term) -> Term:
     return copy
 
 
-# What a reader makes of a number without a contract, by the operation that made it.
+# Words for a number without a contract, by the operation that made it.
 NAMES = {"tt.scan": "a count of what is kept", "tt.reduce": "a count of what is kept", "tt.atomic_rmw": "an atomic"}
 NAMES |= {"scf.while": "what a search ends with", "scf.for": "what a loop carries"}
 
@@ -170,7 +169,7 @@ def name_of(x: Term) -> str:
 
 
 def unknowns(terms: Sequence[Term], has_contract: Callable[[Term], bool]) -> list[str]:
-    """What a term depends on that no contract bounds."""
+    """Name the numbers in terms that no contract bounds."""
     names: dict[str, None] = {}
     for x in parts(*terms):
         if x.op == "load" and not has_contract(x):
@@ -239,14 +238,14 @@ class Unknown(Exception):
 
 
 class Held(NamedTuple):
-    """What tensors hold, and how loops make the numbers that they end with."""
+    """The contents of tensors, and how loops make the numbers that they end with."""
 
     contents: Mapping[str, Any]
     repeats: Mapping[Term, tuple[Repeat, int]]
 
 
 class Places:
-    """The values of terms in a launch, as arrays: the first dim is that of programs, then loops, then lanes."""
+    """The values of terms in a launch, as arrays: the dims are programs, then loops, then lanes."""
 
     def __init__(self, known: Mapping[Term, Any], held: Held) -> None:
         self.known, self.values, self.held = known, dict(known), held
@@ -331,7 +330,7 @@ def conjuncts(*conditions: Term) -> list[Term]:
 
 
 def _factor(x: Term, lane: Term) -> int | None:
-    """What a term grows by from lane to lane; None where that is not one number."""
+    """Return by how much a term grows from lane to lane; None where there is no such number."""
     if x is lane:
         return 1
     if lane not in set(parts(x)):
@@ -346,7 +345,7 @@ def _factor(x: Term, lane: Term) -> int | None:
 
 
 def stored(access: Access, programs: Any, held: Held) -> tuple[Any, Any, int]:
-    """What each program stores: programs, first bytes, and how many bytes follow each."""
+    """List the stores of programs: who stores, at which byte, and how many bytes from there on."""
     lanes = sorted((x for x in parts(access.place, access.mask) if x.op == "axis"), key=lambda x: x.name[1:])
     conditions = conjuncts(access.mask, *access.path)
     run, width = None, access.size

@@ -35,7 +35,7 @@ class Term:
         """The number, of a constant."""
         return self.lo if self.op == "const" else None
 
-    # What contracts are written with: numbers of 64 bits.
+    # The language of contracts: numbers of 64 bits.
 
     def __add__(self, other: Term | int) -> Term:
         return add(self, term(other), 64)
@@ -79,7 +79,7 @@ _terms: dict[Any, Term] = {}
 
 
 def forget() -> None:
-    """Drop all terms: those of another kernel."""
+    """Drop all terms, before another kernel."""
     _terms.clear()
 
 
@@ -115,7 +115,7 @@ def axis(number: int, size: int) -> Term:
 
 
 def sym(name: Any, bits: int, interval: Interval | None = None, lanes: tuple[Term, ...] = ()) -> Term:
-    """A number of which no more is known than its interval; one for each lane."""
+    """A number that may be anything in its interval; one for each lane."""
     return _make("sym", lanes, name, bits, interval or range_of(bits))
 
 

@@ -218,7 +218,7 @@ _NO_RESULT = ("tt.assert", "gpu.barrier", "tt.print", "llvm.intr.assume", "tt.re
 
 @dataclass
 class Walk:
-    """What the walk knows; `accesses` is its result.
+    """The state of a walk; `accesses` is its result.
 
     `values` makes the term of an integer that is loaded from a tensor, at a place in bytes. `prove` says whether
     conditions imply another one.
@@ -701,7 +701,7 @@ class Walk:
     def _inductive(
         self, op: Op, names: list[str], first: list[Value], unknown: list[Value], inside: Term, loop: Loop
     ) -> list[Value]:
-        """What a loop carries: the same, what each step adds the same to, a number of an interval, or anything."""
+        """Tell what a loop carries: the same, a sum of equal parts, a number of an interval, or anything."""
         guesses = list(unknown)
 
         def tried(values: list[Value]) -> list[Value]:

@@ -90,7 +90,7 @@ def drawn_faults() -> list[str]:
     return rows
 
 
-# What `bounds.py` asks about each form, and what a column says of it.
+# The questions that `bounds.py` asks about each form, and the columns of the answers.
 BOUNDS = {"outside": "inside of tensors", "wraps": "no wrapped number", "two programs": "no two programs"}
 
 
@@ -109,6 +109,8 @@ def bounds_of(kernels: dict[str, Any]) -> list[str]:
         if own["reasons"]:
             open_.append(f"* `{name}`, {own['forms'] - line['decided']} of {own['forms']}: {'; '.join(own['reasons'])}")
     rows.append(_bounds_row("all", totals))
+    unreached, accesses = (sum(own[word] for own in kernels.values()) for word in ("unreached", "accesses"))
+    rows += ["", f"No program of its launch reaches {unreached:,} of {accesses:,} accesses; nothing is proved of these."]
     return [*rows, "", "Open, and why:", "", *open_] if open_ else rows
 
 

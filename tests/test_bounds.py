@@ -8,9 +8,10 @@ import pytest
 from conftest import needs_triton
 
 pytestmark = needs_triton
+pytest.importorskip("triton")
 pytest.importorskip("z3", reason="needs z3-solver")
 
-from bounds import QUESTIONS, Found, Verdict, found, summed, worst  # noqa: E402
+from bounds import QUESTIONS, Found, Verdict, asked, summed, worst  # noqa: E402
 from bounds_faults import ARCH, ODD, PLANTED, Planted, dense, jobs_with, planted  # noqa: E402
 from compiled_triton import Job, append_jobs, packing_jobs, piece_jobs  # noqa: E402
 from reliability import bounds_of  # noqa: E402
@@ -27,19 +28,19 @@ SAMPLE: dict[str, Callable[[], list[Job]]] = {
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_access_of_a_form_is_proved(name: str) -> None:
     for job in SAMPLE[name]():
-        result = found(job)
+        result = asked(job)
         assert not result.lines
         assert result.accesses > result.unreached == 0
 
 
-# Those whose launches take seconds to make are left to `python tests/bounds.py --faults`.
+# Launches that take seconds to plan are left to `python tests/bounds.py --faults`.
 QUICK = [fault for fault in PLANTED if fault.is_quick]
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=[fault.what for fault in QUICK])
 def test_a_planted_fault_is_found(fault: Planted) -> None:
     with planted(fault):
-        result = found(jobs_with(fault)[0], questions=(fault.question,))
+        result = asked(jobs_with(fault)[0], questions=(fault.question,))
     assert result.verdicts[fault.question].word == "fault", result.lines
 
 
@@ -53,7 +54,7 @@ def test_planted_faults_fit_the_kernels() -> None:
 
 def test_positions_that_are_counted_are_left_open() -> None:
     job = next(job for job in packing_jobs(ARCH) if job.name == "key_set")
-    verdict = found(job, questions=("outside",)).verdicts["outside"]
+    verdict = asked(job, questions=("outside",)).verdicts["outside"]
     assert verdict.word == "undecided"
     assert "a count of what is kept" in verdict.why
 
