@@ -100,8 +100,12 @@ def asked(job: Job, label: str = "", questions: Sequence[str] = QUESTIONS) -> Fo
     key = hashlib.sha256(job.key.encode()).hexdigest()[:16]
     try:
         verdicts, accesses, unreached = answers(job, questions)
-    except NotFollowed as why:
-        verdicts, accesses, unreached = {q: Verdict("undecided", f"{q}: {why}") for q in questions}, 0, 0
+    except (NotFollowed, AssertionError) as why:  # a form that the walk cannot read is open, and others go on
+        verdicts, accesses, unreached = (
+            {q: Verdict("undecided", f"{q}: {why or 'the walk ends'}") for q in questions},
+            0,
+            0,
+        )
     return Found(label or job.name, job.name, key, verdicts, accesses, unreached, time.monotonic() - started)
 
 

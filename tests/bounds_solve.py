@@ -344,10 +344,20 @@ def _factor(x: Term, lane: Term) -> int | None:
     return _factor(x.args[0], lane) if x.op == "cast" else None
 
 
-def stored(access: Access, programs: Any, held: Held) -> tuple[Any, Any, int]:
-    """List the stores of programs: who stores, at which byte, and how many bytes from there on."""
+class Stores(NamedTuple):
+    """Stores of programs: who stores, at which byte, how many bytes from there on; all of them, or perhaps too many."""
+
+    who: Any
+    begin: Any
+    width: int
+    is_exact: bool
+
+
+def stored(access: Access, programs: Any, held: Held) -> Stores:
+    """List the stores of programs; a condition without a value here may hold."""
     lanes = sorted((x for x in parts(access.place, access.mask) if x.op == "axis"), key=lambda x: x.name[1:])
-    conditions = conjuncts(access.mask, *access.path)
+    # A loop below knows its turns.
+    conditions = [x for x in conjuncts(access.mask, *access.path) if not any(_is_turn(y) for y in parts(x))]
     run, width = None, access.size
     for lane in lanes:
         own = [x for x in conditions if lane in set(parts(x))]
@@ -387,16 +397,20 @@ def stored(access: Access, programs: Any, held: Held) -> tuple[Any, Any, int]:
         inside = inside & (number < end)
     if number_of_all > MOST_PLACES:
         raise Unknown("a launch of too many places")
-    place = places.of(access.place)
+    place, is_exact = places.of(access.place), True
     for x in conditions:
         try:
             inside = inside & places.of(x)
-        except Unknown:  # it may hold: all of its places count
-            continue
+        except Unknown:
+            is_exact = False
     shape = np.broadcast_shapes(np.shape(place), np.shape(inside), (len(programs), *[1] * (dims - 1)))
     inside = np.broadcast_to(inside, shape)
     who = np.broadcast_to(along(programs, 0), shape)[inside]
-    return who, np.broadcast_to(place, shape)[inside], width
+    return Stores(who, np.broadcast_to(place, shape)[inside], width, is_exact)
+
+
+def _is_turn(x: Term) -> bool:
+    return x.op == "sym" and str(x.name).startswith("turn ")
 
 
 def conflict(accesses: Sequence[Access], programs: int, held: Held) -> tuple[Verdict, bool]:
@@ -420,9 +434,9 @@ def conflict(accesses: Sequence[Access], programs: int, held: Held) -> tuple[Ver
                 middle = len(chosen) // 2
                 pick = [chosen[: half // 2], chosen[middle : middle + half // 4], chosen[len(chosen) - half // 4 :]]
                 chosen = np.concatenate(pick)
-        who = np.concatenate([x[0] for x in made])
-        begin = np.concatenate([x[1] for x in made])
-        end = begin + np.concatenate([np.full(len(x[0]), x[2]) for x in made])
+        who = np.concatenate([x.who for x in made])
+        begin = np.concatenate([x.begin for x in made])
+        end = begin + np.concatenate([np.full(len(x.who), x.width) for x in made])
         order = np.lexsort((who, begin))
         who, begin, end = who[order], begin[order], end[order]
         reach = np.maximum.accumulate(end) if len(end) else end
@@ -431,5 +445,6 @@ def conflict(accesses: Sequence[Access], programs: int, held: Held) -> tuple[Ver
         if (meets & (who[1:] != who[:-1])).any():
             i = int(np.argmax(meets & (who[1:] != who[:-1])))
             why = f"programs {who[i]} and {who[i + 1]} store to byte {begin[i + 1]} of `{tensor}`"
-            return Verdict("fault", f"two programs: {why}"), complete
+            word = "fault" if all(x.is_exact for x in made) else "undecided"
+            return Verdict(word, f"two programs: {why}"), complete
     return PROVED, complete

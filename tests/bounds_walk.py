@@ -287,7 +287,7 @@ class Walk:
             self.bind(op, _ARITHMETIC[name](x, y, bits))
 
     def _arith_constant(self, op: Op) -> None:
-        kind = _result_type(op.text)
+        kind = "i1" if op.text in ("true", "false") else _result_type(op.text)
         bits = bits_of(shape_of(kind)[1])
         match = re.match(r"(?:dense<)?(-?\d+|true|false|\"0x\w+\")", op.text)
         if bits is None or match is None:

@@ -110,7 +110,10 @@ def bounds_of(kernels: dict[str, Any]) -> list[str]:
             open_.append(f"* `{name}`, {own['forms'] - line['decided']} of {own['forms']}: {'; '.join(own['reasons'])}")
     rows.append(_bounds_row("all", totals))
     unreached, accesses = (sum(own[word] for own in kernels.values()) for word in ("unreached", "accesses"))
-    rows += ["", f"No program of its launch reaches {unreached:,} of {accesses:,} accesses; nothing is proved of these."]
+    rows += [
+        "",
+        f"{unreached:,} of {accesses:,} accesses are reached by no program of their launch, and prove nothing.",
+    ]
     return [*rows, "", "Open, and why:", "", *open_] if open_ else rows
 
 
