@@ -291,7 +291,10 @@ class Contracts:
             most = min(most, mask[3])
         is_packed = numbers["stride_first_k"] > 0
         total = mask[3] if is_packed else most
-        self.of["bounds_ptr"] = self.sequences("bounds_ptr", Side(rows, rows, packed), Side(total, most, is_packed))
+        most_q = rows  # a tree, and a mask with a row for each place, has as many rows as a sequence may have queries
+        if numbers["KIND"] != 1 and numbers["stride_first_q"] == 0 and mask[2] > 1:
+            most_q = min(rows, mask[2])
+        self.of["bounds_ptr"] = self.sequences("bounds_ptr", Side(rows, most_q, packed), Side(total, most, is_packed))
         if numbers["KIND"] == 1:
             self.of["pairs_ptr"] = Contract((0, 2**40))  # clamped where it is read
 

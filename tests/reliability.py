@@ -4,8 +4,8 @@
     python tests/reliability.py --check    # fail where the page is not what the files say
 
 fuzz-*.json is written by `fuzz.py`, and on a GPU by `gpu_checks.py` with checks-*.json, peers*.json by `peer_tests.py`,
-faults-*.json by `mutants/run.py`, bounds.json by `bounds.py`. People write one verdict there, "equal", for a fault that
-changes no result, and the reason as `by`.
+faults-*.json by `mutants/run.py`. People write one verdict there, "equal", for a fault that changes no result, and the
+reason as `by`. `bounds.py` writes bounds.json.
 """
 
 from __future__ import annotations
