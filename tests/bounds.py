@@ -8,7 +8,8 @@
 
 Three questions about each launch: does an access leave its tensor, does a number that an address depends on leave its
 32 or 64 bits, and do two programs store to one place? `bounds_walk.py` turns the compiled form into terms,
-`bounds_contracts.py` says what the launch and its tables hold, `bounds_solve.py` decides. Sizes and strides have the
+`bounds_contracts.py` says what the launch and its tables hold, `bounds_solve.py` and
+`bounds_places.py` decide. Sizes and strides have the
 numbers of the launch. Programs, loops, lanes and values of tables are symbols, so that an answer is for all of them.
 
 Needs z3-solver. Exit status: 1 where there is a fault.
@@ -35,7 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bounds_contracts import Arguments, Contracts  # noqa: E402
-from bounds_solve import PROVED, Checker, Held, Solver, Verdict, conflict  # noqa: E402
+from bounds_places import Held, conflict  # noqa: E402
+from bounds_solve import PROVED, Checker, Solver, Verdict  # noqa: E402
 from bounds_terms import forget  # noqa: E402
 from bounds_walk import walked  # noqa: E402
 from compiled_catalogue import ARCHS, DTYPES, SEQUENCES, Entry, catalogue  # noqa: E402
@@ -101,11 +103,8 @@ def asked(job: Job, label: str = "", questions: Sequence[str] = QUESTIONS) -> Fo
     try:
         verdicts, accesses, unreached = answers(job, questions)
     except Exception as why:  # a form that the walk cannot read is open, and others go on
-        verdicts, accesses, unreached = (
-            {q: Verdict("undecided", f"{q}: {why or 'the walk ends'}") for q in questions},
-            0,
-            0,
-        )
+        open_ = {question: Verdict("undecided", f"{question}: {why or 'the walk ends'}") for question in questions}
+        verdicts, accesses, unreached = open_, 0, 0
     return Found(label or job.name, job.name, key, verdicts, accesses, unreached, time.monotonic() - started)
 
 

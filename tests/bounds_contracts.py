@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from bounds_numbers import Descriptor, Pointer, Value
 from bounds_terms import Interval, Term, choose, const, div, equal, load
-from bounds_walk import Descriptor, Pointer, Value
 from compiled_triton import Job
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor

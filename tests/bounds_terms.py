@@ -287,3 +287,19 @@ def parts(*terms: Term, into_loads: bool = True) -> Iterator[Term]:
             yield x
             if into_loads or x.op != "load":
                 left += x.args
+
+
+def in_order(x: Term) -> list[Term]:
+    """The parts of a term, each before those inside of it."""
+    order: list[Term] = []
+    done: set[Term] = set()
+    stack: list[tuple[Term, bool]] = [(x, False)]
+    while stack:
+        y, is_left = stack.pop()
+        if is_left:
+            order.append(y)
+        elif y not in done:
+            done.add(y)
+            stack.append((y, True))
+            stack += [(z, False) for z in y.args]
+    return order[::-1]
