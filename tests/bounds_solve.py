@@ -27,7 +27,7 @@ PROVED = Verdict("proved")
 class Solver:
     """Z3 over terms; `facts` has what contracts say of a loaded value."""
 
-    def __init__(self, facts: Facts, milliseconds: int = 4000) -> None:
+    def __init__(self, facts: Facts, milliseconds: int = 20000) -> None:
         self.facts, self.milliseconds = facts, milliseconds
         self.made: dict[Term, Any] = {}
         self.known: dict[tuple[Term, bool], list[Any]] = {}

@@ -289,7 +289,7 @@ class Walk(Numbers):
         """Keep how numbers that a loop carries come about, and what a search says of its result.
 
         A search replaces a number by another for which a condition holds. So the condition holds for the result, or the
-        result is what the search began with.
+        result is what the search began with. The least of a number and others only falls.
         """
         which = [i for i, x in enumerate(values) if isinstance(x, Term) and x.op == "sym" and isinstance(made[i], Term)]
         numbers, starts, changed = (
@@ -301,6 +301,8 @@ class Walk(Numbers):
             if not isinstance(final, Term) or final.op != "sym":
                 continue
             self.repeats[final] = (repeat, place)
+            if new.op in ("min", "max") and number in new.args:
+                self.path = (*self.path, at_most(final, start) if new.op == "min" else at_most(start, final))
             if new.op == "choose" and number in new.args[1:]:
                 is_first = new.args[1] is number
                 other, holds = (new.args[2], negation(new.args[0])) if is_first else (new.args[1], new.args[0])
