@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE = 128
+MOST_DRAWN = 1 << 24  # values of a table; a launch with a larger one is open where stores depend on it
 
 
 def numbers_of(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -127,7 +128,7 @@ class Contracts:
         """Values of tensors that keep their contracts."""
         drawn = {}
         for name, contract in self.of.items():
-            if contract.contents is not None:
+            if contract.contents is not None and self.tensors[name].numel() <= MOST_DRAWN:
                 dtype = torch.empty(0, dtype=self.tensors[name].dtype).numpy().dtype
                 drawn[name] = np.ascontiguousarray(contract.contents(np.random.default_rng(seed)), dtype).reshape(-1)
         return drawn

@@ -103,11 +103,11 @@ def bounds_of(kernels: dict[str, Any]) -> list[str]:
         line = Counter({"forms": own["forms"], "launches": own["launches"], "faults": own["all"].get("fault", 0)})
         line.update({question: own[question].get("proved", 0) for question in BOUNDS})
         line["some"] = own["two programs"].get("sampled", 0)
-        line["decided"] = own["forms"] - own["all"].get("undecided", 0)
+        line["decided"] = own["all"].get("proved", 0) + own["all"].get("fault", 0)
         totals.update(line)
         rows.append(_bounds_row(f"`{name}`", line))
         if own["reasons"]:
-            open_.append(f"* `{name}`, {own['forms'] - line['decided']} of {own['forms']}: {'; '.join(own['reasons'])}")
+            open_.append(f"* `{name}`, {own['all']['undecided']} of {own['forms']}: {'; '.join(own['reasons'])}")
     rows.append(_bounds_row("all", totals))
     unreached, accesses = (sum(own[word] for own in kernels.values()) for word in ("unreached", "accesses"))
     rows += [
