@@ -67,8 +67,8 @@ def many(variant: Variant) -> Variant:
 
 def long(variant: Variant) -> Variant:
     """So long that one entry has more than 2^31 elements; not where a bias or a bool has a value for each pair."""
-    of_pairs = {"Lq", "Lk"} <= set(variant.bias or ()) or variant.mask == "dense"
-    if of_pairs or variant.seqlen_q < 1024 or variant.seqlen_k < 1024:
+    has_pairs = {"Lq", "Lk"} <= set(variant.bias or ()) or variant.mask == "dense"
+    if has_pairs or variant.seqlen_q < 1024 or variant.seqlen_k < 1024:
         return variant
     length = GREAT // (variant.num_heads_k * variant.head_dim) + 5
     return replace(variant, batch=1, seqlen_q=length, seqlen_k=length)
