@@ -9,7 +9,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 # Only these may be missing under NO_VENV=1, and what that leaves out is printed.
-OPTIONAL := ruff mypy xdist hypothesis expecttest einops matplotlib rich transformers triton numpy setuptools build
+OPTIONAL := ruff mypy xdist hypothesis expecttest einops matplotlib rich transformers triton numpy setuptools build z3
 
 ifeq ($(NO_VENV),)
 READY := $(VENV)/.flash_dmattn_ready

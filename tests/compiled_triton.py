@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -271,6 +272,8 @@ class Job:
     attributes: dict[Any, Any]
     options: dict[str, int]
     tile: tuple[int, int]
+    launch: Launch
+    arguments: dict[str, Any]  # of the launch that was recorded, with tensors and descriptors
 
     @property
     def name(self) -> str:
@@ -283,10 +286,25 @@ class Job:
         decided = (self.signature, self.constants, self.attributes, self.options)
         return repr((self.name, self.arch, *(sorted(part.items(), key=repr) for part in decided)))
 
+    @property
+    def _source(self) -> ASTSource:
+        return ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+
+    def ttir(self) -> str:
+        """The compiled form before layouts: one function, in the text of MLIR."""
+        source, target = self._source, target_of(self.arch)
+        backend = make_backend(target)
+        options, context, stages = backend.parse_options(dict(self.options)), ir.context(), {}
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        backend.add_stages(stages, options, source.language)
+        functions = backend.get_codegen_implementation(options)
+        module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+        return str(stages["ttir"](module, {}).str_nodebug())
+
     def compile(self) -> Kernel:
         """Machine code and what it takes; from Triton's cache where it has been compiled before."""
-        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        result = triton.compile(source, target=target_of(self.arch), options=self.options)
+        result = triton.compile(self._source, target=target_of(self.arch), options=self.options)
         short_sums = 0
         if "cubin" in result.asm:
             products = _PRODUCT.findall(result.asm["ttgir"])
@@ -475,7 +493,7 @@ def job_of(launch: Launch, tensors: Sequence[Tensor | None], arch: str) -> Job:
     bound, specialization, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(*arguments)
     _, signature, constants, attributes = kernel._pack_args(backend, launch.options, bound, specialization, None)
     tile = (bound.get("BLOCK_M", 0), bound.get("BLOCK_N", 0))
-    return Job(kernel, arch, signature, constants, attributes, launch.options, tile)
+    return Job(kernel, arch, signature, constants, attributes, launch.options, tile, launch, bound)
 
 
 def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:

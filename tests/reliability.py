@@ -5,7 +5,7 @@
 
 fuzz-*.json is written by `fuzz.py`, and on a GPU by `gpu_checks.py` with checks-*.json, peers*.json by `peer_tests.py`,
 faults-*.json by `mutants/run.py`. People write one verdict there, "equal", for a fault that changes no result, and the
-reason as `by`.
+reason as `by`. `bounds.py` writes bounds.json.
 """
 
 from __future__ import annotations
@@ -90,6 +90,45 @@ def drawn_faults() -> list[str]:
     return rows
 
 
+# The questions that `bounds.py` asks about each form, and the columns of the answers.
+BOUNDS = {"outside": "inside of tensors", "wraps": "no wrapped number", "two programs": "no two programs"}
+
+
+def bounds_of(kernels: dict[str, Any]) -> list[str]:
+    """Return the table of forms of kernels, and a list of what is open, and why."""
+    rows = [f"| kernel | forms | launches | {' | '.join(BOUNDS.values())} | decided | faults |", f"|{' --- |' * 8}"]
+    totals: Counter[str] = Counter()
+    open_: list[str] = []
+    for name, own in kernels.items():
+        line = Counter({"forms": own["forms"], "launches": own["launches"], "faults": own["all"].get("fault", 0)})
+        line.update({question: own[question].get("proved", 0) for question in BOUNDS})
+        line["some"] = own["two programs"].get("sampled", 0)
+        line["decided"] = own["all"].get("proved", 0) + own["all"].get("fault", 0)
+        totals.update(line)
+        rows.append(_bounds_row(f"`{name}`", line))
+        if own["reasons"]:
+            open_.append(f"* `{name}`, {own['all']['undecided']} of {own['forms']}: {'; '.join(own['reasons'])}")
+    rows.append(_bounds_row("all", totals))
+    unreached, accesses = (sum(own[word] for own in kernels.values()) for word in ("unreached", "accesses"))
+    rows += [
+        "",
+        f"{unreached:,} of {accesses:,} accesses are reached by no program of their launch, and prove nothing.",
+    ]
+    return [*rows, "", "Open, and why:", "", *open_] if open_ else rows
+
+
+def _bounds_row(name: str, line: Counter[str]) -> str:
+    some = f" + {line['some']:,} of some programs" if line["some"] else ""
+    counts = " | ".join(f"{line[word]:,}" for word in ("forms", "launches", *BOUNDS))
+    share = f", {100 * line['decided'] / max(line['forms'], 1):.1f} %" if name == "all" else ""
+    return f"| {name} | {counts}{some} | {line['decided']:,}{share} | {line['faults']:,} |"
+
+
+def compiled_forms() -> list[str]:
+    """Return the table of the compiled forms of kernels."""
+    return [row for content in read("bounds*.json") for row in bounds_of(content["kernels"])]
+
+
 def written(page: str) -> str:
     """Return the page with its tables made anew."""
     tables = {
@@ -97,6 +136,7 @@ def written(page: str) -> str:
         "The GPU suite": gpu_suite(),
         "FlashAttention's own tests": their_tests(),
         "Drawn faults": drawn_faults(),
+        "Compiled kernels": compiled_forms(),
     }
     for heading, rows in tables.items():
         before, title, rest = page.partition(f"## {heading}\n")
