@@ -314,10 +314,9 @@ ROUTE = (
 class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
-    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in; `documents` are of packed
-    sequences. `sends_parts` is whether
-    ranks send each other the keys that are read; else every rank gets all of them. `number` counts the calls, so that
-    ranks know each other's backward passes; it is 0 in a compiled graph.
+    Layouts are `SequenceLayout.flat`. The window of the whole call has causality folded in. `documents` are the bounds
+    of packed sequences. `sends_parts` is whether ranks send each other the keys that are read; else every rank gets all
+    of them. `number` counts the calls, so that ranks know each other's backward passes; it is 0 in a compiled graph.
     """
 
     group: str

@@ -58,9 +58,8 @@ def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
 class RankRows(NamedTuple):
     """All that the calls of a rank share: its slices, where the keys of each are in k and v, and the mask of each.
 
-    q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances,
-    or of entries of lists.
-    `flags` belong to all rows over all keys.
+    q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances or
+    of entries of lists. `flags` belong to all rows over all keys.
     """
 
     parts: tuple[Slice, ...]
