@@ -262,7 +262,9 @@ def attention(
     if type(q) is not Tensor and is_dtensor(q):
         options = {**raw_flags._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
         results = dtensor_module().attention(q, k, v, mask, bias, **options)
-        return results if asked is None else (results[0], output_of(results, *asked))
+        if asked is None:
+            return results
+        return (results[0], output_of(results, *asked)) if any(asked) else (results, output_of((), *asked))
     results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if asked is not None:
         return results[0], output_of(results, *asked)

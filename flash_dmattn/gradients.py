@@ -37,23 +37,25 @@ def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
     return x if x is None or not x.dtype == torch.float64 != dtype else x.float()
 
 
-def empty_rows(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]] | None:
-    """Return `lse -> rows`, the largest scores and the entropies that a class of calls asks for; None if neither.
-
-    They are as in rows without keys, -inf and 0, because no kernel writes rows that no sequence has.
-    """
+def rows_without_keys(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return `lse -> (max_scores, entropy)`, those that a class of calls asks for, with -inf and 0 in every row."""
     values = [*[-torch.inf] * p.flags.max_scores, *[0.0] * p.flags.entropy]
-    return (lambda lse: tuple([empty_statistic(lse, p.dtype).fill_(value) for value in values])) if values else None
+    return lambda lse: tuple([empty_statistic(lse, p.dtype).fill_(value) for value in values])
 
 
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return `q -> (out, lse)`, followed by what `empty_rows` makes, for a class of calls.
+    """Return `q -> (out, lse)`, followed by the largest scores and the entropies that a class of calls asks for.
 
     It is `_allocate_outputs` of most calls, without another function around it.
     """
-    allocate, rows = _allocate_outputs(p), empty_rows(p)
-    if rows is None:
+    allocate, number = _allocate_outputs(p), p.flags.max_scores + p.flags.entropy
+    if number == 0:
         return allocate
+    rows: Callable[[Tensor], tuple[Tensor, ...]]
+    if p.sequences is None:
+        rows = lambda lse: tuple([empty_statistic(lse, p.dtype) for _ in range(number)])
+    else:  # no kernel writes rows of no sequence
+        rows = rows_without_keys(p)
 
     def with_rows(q: Tensor) -> tuple[Tensor, ...]:
         out, lse = allocate(q)
@@ -106,7 +108,7 @@ def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, T
 
 def run_without_keys(p: AttentionProblem, wide_lse: bool = False) -> Callable[[Inputs], tuple[Tensor, ...]]:
     """Return the forward pass of a class of calls for which no kernel runs: see `has_pairs`, and `Backend.wide_lse`."""
-    rows = empty_rows(p) or (lambda lse: ())
+    rows = rows_without_keys(p)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         out, lse = empty_outputs(x.q, x.v, wide_lse and p.bias_tensor is not None)

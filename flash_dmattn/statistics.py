@@ -76,10 +76,11 @@ def key_sums(
     Returns:
         (B, Hk, Lk), or (B, Hq, Lk) with heads="q", in fp32 (fp64 for fp64). Without a sink a row adds its weight once,
         in total: `sums.sum(-1)` is the sum of the weights of queries that see a key. With sequences it is (H, Tk) for
-        packed keys, (S, H, Lk) for padded ones, and (S, H, max_seqlen_k) by position for keys in pages, which are
-        copied.
+        packed keys, and (S, H, Lk) for padded ones. For keys in pages, which are copied, it is (S, H, n) by position,
+        with n the least of max_seqlen_k and the slots of a row of the block table.
 
-        In 16 bits, beside a bias or lists, weights and sums are rounded to the dtype of q.
+        In 16 bits, beside a bias or lists, weights and sums are rounded to the dtype of q, so in float16 a weight has
+        to be below 65504.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -99,7 +99,7 @@ def distributed(tensors: dict[str, Tensor], placements: dict[str, list[Placement
 def attend(tensors: dict[str, Tensor], flags: dict[str, Any]) -> tuple[Tensor, ...]:
     results = flash_dmattn.attention(**tensors, is_causal=True, **flags)
     if "return_aux" in flags:
-        return results[0], *results[1]
+        return results[0], *(x for x in results[1] if x is not None)
     return results if isinstance(results, tuple) else (results,)
 
 

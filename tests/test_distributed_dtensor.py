@@ -53,6 +53,7 @@ CALLS = {
         "S2", needs="", flags=(("backend", "reference"), ("return_lse", True), ("return_probs", True))
     ),
     "numbers about rows": Call("S0 S2", sink_on="R S0", flags=(("return_aux", AuxRequest(True, True, True)),)),
+    "nothing asked about rows": Call("S0", flags=(("return_aux", AuxRequest()),)),
     "sequence": Call("S1", **EIGHT, mask=(3, 1, 8, 8), mask_on="S2", bias=(1, 4, 8, 8), bias_on="S2", flags=LSE),
     "sequence, shared bias": Call(
         "S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), bias_on="R", sink_on="R", flags=LSE

@@ -31,7 +31,7 @@ def test_in_the_interpreter(part: str) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs them all in one process")
 @pytest.mark.parametrize(
-    "check", ("accurate", "others", "bounds", "repeats", "few keys", "late", "sinks", "pages", "tiles")
+    "check", ("accurate", "others", "bounds", "repeats", "few keys", "late", "sinks", "shares", "pages", "tiles")
 )
 def test_on_a_gpu(check: str) -> None:
     from triton_sequences import MADE, drawn

@@ -27,6 +27,7 @@ from sequence_calls import SequenceCall, assert_accurate, draw, expected, run_on
 from sequence_cases import SequenceCase
 from torch import Tensor
 
+from flash_dmattn import AuxRequest, Sequences, attention
 from flash_dmattn.backends.triton.backend import BACKEND
 
 # Lengths around the edges of tiles; tiles in the interpreter have 16 to 64 rows.
@@ -196,6 +197,25 @@ def sinks_beside_gaps() -> Iterator[str | None]:
         yield checked(call, is_accurate)
 
 
+def shares_beside_gaps() -> Iterator[str | None]:
+    """Outcomes of numbers about rows where programs share keys, and some rows are of no sequence."""
+
+    def has_numbers_of_no_keys() -> None:
+        if DEVICE == "cpu":
+            interpreter.set_up(num_sms=64)
+        q, k, v = (
+            torch.randn(2, n, h, 16, device=DEVICE, dtype=torch.float16) for n, h in ((2, 2), (512, 1), (512, 1))
+        )
+        lengths = (torch.tensor(own, device=DEVICE) for own in ([2, 1], [512, 300]))
+        sequences = Sequences.padded(**dict(zip(("seqlens_q", "seqlens_k"), lengths)))
+        _, aux = attention(q, k, v, sequences=sequences, backend="triton", return_aux=AuxRequest(True, True, True))
+        gap = torch.tensor([[False, False], [False, True]], device=DEVICE)[:, None].expand(2, 2, 2)
+        for x, value in zip(aux, (-torch.inf, -torch.inf, 0.0), strict=True):
+            assert x is not None and bool((x[gap] == value).all()) and bool(x[~gap].isfinite().all())
+
+    yield outcome_of(has_numbers_of_no_keys, "padded queries, keys in shares")
+
+
 def pages_between_blocks() -> Iterator[str | None]:
     """Outcomes of pages that are longer than a block of keys and end inside of one, with 16 and with 3 queries."""
     for page_size, seqlen_q in itertools.product((48, 96, 160), (16, 3)):
@@ -250,6 +270,7 @@ MADE = {
     "few keys": few_keys,
     "late": late_calls,
     "sinks": sinks_beside_gaps,
+    "shares": shares_beside_gaps,
     "pages": pages_between_blocks,
     "tiles": masks_of_tiles,
 }

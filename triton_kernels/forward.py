@@ -152,7 +152,7 @@ def forward_kernel(
 
     out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is the absolute value of `score_scale` of `Call`.
     The sink of a row is at `sink_of_head` and `sink_of_row` times its indices. `largest` and `entropy`, like lse, get
-    the largest score and the entropy of each row where they are no None.
+    the largest score and the entropy of each row where they are not None.
 
     With SPLIT_KEYS (split-KV) there are `splits` lses, and outs in fp32, one for each share of the keys; the combine
     kernel adds the sink.

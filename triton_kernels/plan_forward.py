@@ -67,8 +67,10 @@ def plan_forward(call: Call) -> Callable[..., None]:
 def run_in_shares(
     call: Call, launch: Launch, shape: Shape, splits: int, fill: Launch | None = None
 ) -> Callable[..., None]:
-    """Plan what follows the launch of the forward kernel: shares of the keys are combined, to out of this shape, and
-    rows of no sequence filled."""
+    """Plan what follows the forward kernel: it combines shares of the keys, to out of this shape.
+
+    Then it fills rows of no sequence.
+    """
     combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
     flags = call.flags
     pack = plan_pieces(call.precision, call.k, call.v) if call.packed else None
@@ -84,6 +86,10 @@ def run_in_shares(
             combine(*made[:2], *own, out, lse, *asked, x.sink)
         if fill is not None and x.sequences is not None:
             fill(out, lse, x.sequences.bounds)
+            if combine is not None:  # it has joined shares of rows that no program wrote
+                for row, value in zip(asked, (-torch.inf, 0.0), strict=True):
+                    if row is not None:
+                        row.masked_fill_(lse == -torch.inf, value)
 
     return run
 
@@ -112,8 +118,10 @@ def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
 
 
 def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
-    """Plan the kernel that adds the shares of out, of this shape, and a sink:
-    run(parts, parts_lse, parts_largest, parts_entropy, out, lse, largest, entropy, sink)."""
+    """Plan the kernel that adds the shares of out, of this shape, and a sink.
+
+    It is run(parts, parts_lse, parts_largest, parts_entropy, out, lse, largest, entropy, sink).
+    """
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * values["BLOCK_DV"] // (32 * VALUES_OF_THREAD)))

@@ -26,6 +26,9 @@ _HINTS = {
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
+# Features of the forward pass alone: their result has no gradient, so a backward pass does not read it.
+_FORWARD_ONLY = frozenset({"max_scores"})
+
 # forward(inputs) -> (out, lse), followed by the largest scores and the entropies of rows, in this order, where the
 # flags of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the
 # problem asks for them, and may return (out,) if the problem asks for nothing else.
@@ -215,7 +218,10 @@ class Backend:
         """Return whether it accepts one pass of a call: the fast form of `broken_rules`."""
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
-        return problem.features <= self.features and all_hold(self.rules, problem, direction)
+        lacks = problem.features - self.features
+        if lacks and (direction != "backward" or lacks - _FORWARD_ONLY):
+            return False
+        return all_hold(self.rules, problem, direction)
 
     def serves_tangents(self, problem: AttentionProblem) -> bool:
         """Return whether it accepts the forward pass of a call in forward mode."""
@@ -225,6 +231,8 @@ class Backend:
     def broken_rules(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
         """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
         lacks = problem.features - self.features
+        if passes == ("backward",):
+            lacks -= _FORWARD_ONLY
         missing = [name for name in FEATURES if name in lacks] if lacks else []
         return (
             *(

@@ -229,7 +229,11 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend if it can; else any other one: backends can be paired, because lse has one layout for all.
-        for other, other_rules in ((backend, rules), *asked):
+        others = ((backend, rules), *asked)
+        if problem.flags.max_scores:  # they have no gradient: the backward pass of a call without them comes first
+            plain = _choose_auto(problem._replace(flags=problem.flags._replace(max_scores=False)), pairs_only).backward
+            others = (*[one for one in asked if one[0] is plain], *others)
+        for other, other_rules in others:
             if _serves_backward(other, other_rules, problem, sized):
                 return Selection(backend, other)
     refuse_all(problem)

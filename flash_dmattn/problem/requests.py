@@ -14,12 +14,12 @@ class AuxRequest(NamedTuple):
 
     Attributes:
         lse: the natural log of the sum of exp of the scores and the sink. It is differentiable.
-        max_scores: the largest score of each row, final as the softmax takes it, without the sink. It is -inf in a row
+        max_scores: the largest score of each row, after scale, softcap and bias, without the sink. It is -inf in a row
             with nothing allowed. It has no gradient.
         entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row with nothing
             allowed. It is differentiable.
 
-    Equivalent PyTorch, for scores s with -inf where a key is not allowed, and without a sink::
+    Equivalent PyTorch in rows with a key, for scores s with -inf where a key is not allowed, and without a sink::
 
         lse = s.logsumexp(-1)
         max_scores = s.amax(-1)
@@ -38,7 +38,7 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """Hold the results of an `AuxRequest`, each (B, Hq, Lq) in fp32 (fp64 for fp64), None where it was not asked for.
+    """Hold the results of an `AuxRequest`, each shaped as lse, (B, Hq, Lq), in fp32 (fp64 for fp64); or None.
 
     >>> import torch, flash_dmattn
     >>> q, k, v = torch.randn(3, 1, 1, 2, 16)
@@ -83,6 +83,9 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
         if passed:
             raise ValueError(f"{name} is {passed!r} beside return_aux; it needs to be False ({advice})")
     lse, largest, entropy = (getattr(request, name, False) for name in AuxRequest._fields)
+    for name, x in zip(AuxRequest._fields, (lse, largest, entropy), strict=True):
+        if not isinstance(x, bool):
+            raise TypeError(f"return_aux.{name} is {x!r}; it needs to be True or False")
     return lse, largest, entropy
 
 

@@ -922,6 +922,20 @@ _TRITON = (
         "tile._replace(block_m=LEAST_LONG_RUNS,",
         ("tests/test_triton_gpus.py::test_tf32_is_taken_where_its_tiles_fit",),
     ),
+    Fault(
+        "rows of no sequence keep numbers of shares that no program wrote",
+        "triton_kernels/plan_forward.py",
+        "row.masked_fill_(lse == -torch.inf, value)",
+        "row.masked_fill_(lse == torch.inf, value)",
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
+    ),
+    Fault(
+        "max_scores binds the backward pass, which does not read them",
+        "flash_dmattn/backends/protocol.py",
+        '_FORWARD_ONLY = frozenset({"max_scores"})',
+        "_FORWARD_ONLY = frozenset()",
+        ("tests/test_aux_request.py::test_backends_without_them_refuse_and_auto_goes_on",),
+    ),
     # fp32
     Fault(
         "pieces of bfloat16: the second piece of the weights is dropped",
