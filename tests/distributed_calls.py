@@ -654,8 +654,11 @@ def gathered(dtype: torch.dtype) -> tuple[bool, bool, tuple[str, str], bool]:
     return *results, said, all(equal())
 
 
-def summed_beside_values() -> tuple[float, float]:
-    """Return how far the gradients of values of lists, and of a bias that ranks share beside them, are off."""
+def summed_beside_values() -> tuple[float, float, tuple[str, str]]:
+    """Return how far gradients of values of lists, and of a bias beside them, are off, and what a mistake raises.
+
+    The mistake is a bias without a gradient on the last rank.
+    """
     torch.manual_seed(0)
     layout, rank, f64 = SequenceLayout.zigzag(32, dist.get_world_size()), dist.get_rank(), torch.float64
     q, k, v = torch.randn(3, 2, 32, 4, 8, dtype=f64)
@@ -665,14 +668,16 @@ def summed_beside_values() -> tuple[float, float]:
     own = layout.shard(values, 2, rank).requires_grad_()
     lists = ShardedMask.from_lists(layout.shard(index, 2, rank), layout, rank, is_causal=True)
     over = {"group": dist.group.WORLD, "layout": layout, "reduce_bias_grad": True}
-    rows = (layout.shard(x, 1, rank) for x in (q, k, v))
+    rows = [layout.shard(x, 1, rank) for x in (q, k, v)]
+    wrong = own_bias.detach() if rank == dist.get_world_size() - 1 else own_bias
+    said = raised(lambda: context_parallel_attention(*rows, lists, ListBias(own, wrong), **over))
     context_parallel_attention(*rows, lists, ListBias(own, own_bias), **over).square().sum().backward()
     lists_of_all = PreparedMask.from_lists(index, seqlen_k=32, is_causal=True)
     values.requires_grad_()
     flash_dmattn.attention(q, k, v, lists_of_all, ListBias(values, bias)).square().sum().backward()
     wanted = layout.shard(values.grad, 2, rank), bias.grad
     first, second = (float((x.grad - y).abs().max()) for x, y in zip((own, own_bias), wanted))
-    return first, second
+    return first, second, said
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:

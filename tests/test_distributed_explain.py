@@ -220,6 +220,14 @@ def test_a_backend_that_serves_some_slices_serves_none() -> None:
     assert [str(reason) for reason in verdict.reasons] == [f"there are {n} keys" for n in (768, 896, 1024, 640)]
 
 
+def test_the_sum_of_a_bias_beside_lists_is_said() -> None:
+    """A gradient of 1024 values of 4 bytes, which three other ranks send."""
+    bias = ListBias(learned(4, 256, 3), learned(1, 1024))
+    explanation = explained(mask=LISTS, bias=bias, reduce_bias_grad=True)
+    (said,) = [x for x in explanation.backward_traffic if "beside" in x.what]
+    assert (said.how, said.sent, said.received) == ("all_gather", 3 * 1024 * 4, 3 * 1024 * 4)
+
+
 def test_both_strategies_over_a_mesh() -> None:
     explanation = explained(heads_k=4, strategy="auto", group=dist.init_device_mesh("cpu", (2, 2)), is_causal=True)
     assert (explanation.strategy, explanation.rank, explanation.ranks, explanation.layout) == ("both", 1, 4, LAYOUT)

@@ -15,7 +15,16 @@ from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
 from ..masks.arguments import integer
-from ..problem import AttentionProblem, NeedsGrad, RawFlags, as_scores, check_flag, dtype_name, unpacked_spec
+from ..problem import (
+    AttentionProblem,
+    NeedsGrad,
+    RawFlags,
+    as_scores,
+    check_flag,
+    check_floats,
+    dtype_name,
+    unpacked_spec,
+)
 from ..remembered import Remembered
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
@@ -120,7 +129,7 @@ class ParallelCall(NamedTuple):
 
     def shared(self, pair: Selection) -> Shared:
         """Return in words all that has to be the same on every rank."""
-        p, mask, bias = self.problem, self.mask, self.bias
+        p, mask, bias, added = self.problem, self.mask, self.bias, self.request.added
         needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
         values = {
             "device": p.device,
@@ -130,6 +139,8 @@ class ParallelCall(NamedTuple):
             "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
             "lists": (p.flags.block_q, p.flags.block_k, p.flags.list_size) if p.mask_form == "lists" else None,
             "values of lists": p.flags.chosen,
+            "bias.bias": None if added is None else f"{dtype_name(added.dtype)} {tuple(added.shape)}",
+            "gradient of bias.bias": added is not None and added.requires_grad and torch.is_grad_enabled(),
             "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
             "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
@@ -149,7 +160,7 @@ class Request(NamedTuple):
     """The arguments of a call as one rank has them, not checked yet; `groups` has one, or the inner and the outer one.
 
     `number` counts the calls over the groups; it is 0 in a compiled graph. Once a bias is checked that is no tensor,
-    `bias` is its values, and `by_distance` or `is_list_bias` tells their kind.
+    `bias` is its values, and `by_distance` or `is_list_bias` tells their kind; `added` is the `bias` of a `ListBias`.
     """
 
     q: Tensor
@@ -170,6 +181,13 @@ class Request(NamedTuple):
     number: int
     by_distance: ByDistance | None = None
     is_list_bias: bool = False
+    added: Tensor | None = None
+
+    @property
+    def sums_added(self) -> bool:
+        """Whether ranks sum the gradient of the bias that is added to values of lists."""
+        added = self.added
+        return added is not None and added.requires_grad and self.reduce_bias_grad and added.shape[-2:-1] == (1,)
 
     def describe(self) -> ParallelCall:
         """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed."""
@@ -185,10 +203,14 @@ class Request(NamedTuple):
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it raises the error
         is_list_bias = isinstance(self.bias, ListBias)
-        bias, by_distance = (self._list_values(), None) if is_list_bias else split(self.bias)
+        added = self.bias.bias if is_list_bias else None
+        if added is not None:
+            check_floats("bias.bias", added)
+        bias, by_distance = (self._list_values(added), None) if is_list_bias else split(self.bias)
         if by_distance is not None and by_distance.has_rows and q.shape[1] == 1 < self.layout.world_size:
             raise ValueError("bias is a Band, and each rank has 1 row; it needs 2 rows of each rank or more")
-        request = self._replace(q=q, k=k, v=v, bias=bias, by_distance=by_distance, is_list_bias=is_list_bias)
+        request = self._replace(q=q, k=k, v=v, bias=bias, by_distance=by_distance)
+        request = request._replace(is_list_bias=is_list_bias, added=added)
         call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
@@ -217,7 +239,7 @@ class Request(NamedTuple):
         q, k, v = (x.unsqueeze(0) for x in self[:3])
         return q, k, v
 
-    def _list_values(self) -> Tensor:
+    def _list_values(self, added: Tensor | None) -> Tensor:
         """Return the values of a `ListBias`, with what its ordinary bias adds; refuse a mask without lists."""
         mask, bias = self.mask, self.bias
         if not isinstance(mask, ShardedMask):
@@ -226,8 +248,7 @@ class Request(NamedTuple):
                 f"mask is {has} and bias is a ListBias; mask needs to be of "
                 "flash_dmattn.distributed.ShardedMask.from_lists or from_topk_lists"
             )
-        added = bias.bias
-        if isinstance(added, Tensor) and added.requires_grad and self.reduce_bias_grad and added.shape[-2:-1] == (1,):
+        if added is not None and self._replace(added=added).sums_added:
             added = added.to(sum_dtype(added.dtype))
             for members in self.groups:
                 added = sum_gradient(added, members, self.number)

@@ -291,6 +291,10 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
     def gathered(what: str, own: int, size: int) -> Transfer:
         return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
 
+    added = call.request.added
+    if added is not None and call.request.sums_added:
+        for members in reversed(call.request.groups):
+            yield gathered("dbias beside lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
     terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
     for name, own, passed, needed in terms:
         if own is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
