@@ -238,8 +238,8 @@ def test_what_is_refused_is_explained_with_the_same_error(
 
 def test_bounds_are_read_once_for_all_layers_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    of = ShardedMask.from_sequences
-    monkeypatch.setattr(ShardedMask, "from_sequences", lambda *x, **more: made.append(1) or of(*x, **more))
+    of = ShardedMask._of_documents
+    monkeypatch.setattr(ShardedMask, "_of_documents", lambda *x, **more: made.append(1) or of(*x, **more))
     cu_seqlens, x = torch.tensor([0, 7, 16]), tokens()
     sequences = Sequences.packed(cu_seqlens)
     first = attend(*x, sequences=sequences, is_causal=True)
@@ -251,6 +251,37 @@ def test_bounds_are_read_once_for_all_layers_and_again_after_a_change(monkeypatc
     torch.testing.assert_close(second, flash_dmattn.attention(*x, sequences=sequences, is_causal=True))
     attend(*x, sequences=sequences)
     assert len(made) == 3
+
+
+def test_in_inference_mode_a_call_reads_bounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr("flash_dmattn.distributed.documents.listed", lambda x: read.append(1) or x.tolist())
+    with torch.inference_mode():  # torch does not count changes of what is made in it
+        sequences = Sequences.packed(torch.tensor([0, 7, 16]), seqlens_q=torch.tensor([7, 5]))
+        attend(*tokens(), sequences=sequences, sink=torch.zeros(4), return_lse=True)
+    assert len(read) == 2  # the bounds and the lengths, which keys share
+
+
+def test_a_call_in_inference_mode_keeps_nothing_that_a_backward_pass_saves() -> None:
+    sequences = Sequences.packed(torch.tensor([0, 7, 16]), seqlens_q=torch.tensor([7, 5]))
+    flags: dict[str, Any] = {"sequences": sequences, "sink": torch.zeros(4), "return_lse": True}
+    with torch.inference_mode():
+        attend(*tokens(), **flags)
+    q, k, v = (x.requires_grad_() for x in tokens())
+    lse = attend(q, k, v, **flags)[1]
+    lse.masked_fill(lse == -torch.inf, 0).sum().backward()
+    assert q.grad is not None
+
+
+def test_masks_of_documents_are_on_the_device_of_q() -> None:
+    """The host reads bounds, wherever they are; a mask that was made elsewhere is refused."""
+    x = [y.to("meta") for y in tokens()]
+    assert attend(*x, sequences=documents(), strategy="gather", sink=torch.zeros(4, device="meta")).is_meta
+    batch = [y.to("meta") for y in tensors()]
+    with pytest.raises(ValueError, match="mask is on cpu; it needs to be on the device of q, meta"):
+        attend(*batch, ShardedMask.from_sequences(documents(), LAYOUT, 0))
+    one = ShardedMask.from_sequences(Sequences.packed(torch.tensor([0, 16])), LAYOUT, 0)
+    assert attend(*batch, one).is_meta
 
 
 def test_what_cannot_be_gathered_is_refused() -> None:

@@ -214,7 +214,8 @@ def context_parallel_attention(
     lse = rows[1]
     if sequences is not None:
         # Rows of no sequence have no sink.
-        outside = None if sink is None else rows_outside(sequences, layout, size_and_rank(groups)[1])
+        rank = size_and_rank(groups)[1]
+        outside = None if sink is None else rows_outside(sequences, call.documents, layout, rank, lse.device)
         lse = (lse if outside is None else lse.masked_fill(outside, -math.inf)).squeeze(0)
     return out, lse
 

@@ -28,7 +28,7 @@ from ..problem import (
 from ..remembered import Remembered
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
-from .documents import Documents, in_words, kept_of, key_of, read_documents
+from .documents import Documents, in_words, kept_of, read_documents
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout, size_and_rank
 from .layout import SequenceLayout
@@ -317,7 +317,9 @@ class Request(NamedTuple):
         if isinstance(mask, ShardedMask) and mask.form == "lists":
             every_mask = _one_of_lists(mask)
         elif isinstance(mask, ShardedMask):
-            no_mask = torch.empty(0, dtype=torch.bool, device=q.device if documents else mask.device)
+            # Where all rows are of one document each, there is no tensor on any device.
+            device = q.device if all(one is None for one in mask.masks) else mask.device
+            no_mask = torch.empty(0, dtype=torch.bool, device=device)
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
@@ -345,7 +347,7 @@ class Request(NamedTuple):
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
         if self.sequences is not None:
             where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
-            mask = _mask_of(self.sequences, *where, problem)
+            mask = _mask_of(self.sequences, documents, q.device, *where, problem)
         problem = _as_read(problem, mask, bias, layout_k)
         return ParallelCall(
             problem,
@@ -389,13 +391,17 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
-def _mask_of(sequences: Sequences, layout: SequenceLayout, rank: int, problem: AttentionProblem) -> ShardedMask:
-    """Make the mask of documents, once for all layers."""
-    band: dict[str, Any] = {"is_causal": problem.is_causal, "window_size": problem.window_size}
-    # A backward pass cannot save tensors of inference mode.
-    key = (*key_of(sequences), layout, rank, *band.values(), torch.is_inference_mode_enabled())
-    mask: ShardedMask = kept_of(sequences, key, lambda: ShardedMask.from_sequences(sequences, layout, rank, **band))
-    return mask
+def _mask_of(
+    sequences: Sequences,
+    documents: Documents,
+    device: torch.device,
+    layout: SequenceLayout,
+    rank: int,
+    problem: AttentionProblem,
+) -> ShardedMask:
+    """Make the mask of documents, the bounds of the sequences, on the device of q: once for all layers."""
+    own = (device, layout, rank, problem.is_causal, problem.window_size)
+    return kept_of(sequences, own, lambda: ShardedMask._of_documents(documents, *own))
 
 
 def _one_of_lists(mask: ShardedMask) -> PreparedMask:

@@ -22,14 +22,14 @@ Documents = tuple[int, ...]
 _kept = Kept()
 
 
-def key_of(sequences: Sequences) -> tuple[int, ...]:
-    """Return the ids of the tensors of sequences."""
-    return tuple(id(x) for x in _tensors(sequences))
-
-
 def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return what was made of sequences for a key that has their ids: once for all layers, until they change."""
-    made: T = _kept.get(key, _tensors(sequences), make)
+    """Return what was made of sequences for a key: once for all layers, until they change.
+
+    What inference mode makes is kept apart, because a backward pass cannot save its tensors.
+    """
+    tensors = _tensors(sequences)
+    own = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
+    made: T = _kept.get(own, tensors, make)
     return made
 
 
@@ -59,10 +59,12 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
             "flash_dmattn.distributed.ShardedMask.from_sequences outside, and pass it as the mask"
         )
 
-    def read() -> Documents:
+    def make() -> Documents:
         sequences.check()
-        fields: list[Any] = [None if x is None else listed(x) for x in _fields(sequences)]
-        bounds, bounds_k, used, used_k = fields
+        distinct = {id(x): x for x in _tensors(sequences)}  # keys often have the tensors of queries
+        read = {name: listed(x) for name, x in distinct.items()}
+        bounds, bounds_k, used, used_k = [read.get(id(x)) for x in _fields(sequences)]
+        assert bounds is not None
         if bounds != bounds_k or used != used_k:
             raise ValueError("sequences have other keys than queries; ranks that share a sequence need the same")
         if bounds[-1] != length:
@@ -74,8 +76,7 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
         ends = [end for start, number in zip(bounds, lengths) for end in (start, start + number) if number]
         return tuple(ends) or (0, 0)  # of no position: () would be no documents
 
-    documents: Documents = kept_of(sequences, (*key_of(sequences), length), read)
-    return documents
+    return kept_of(sequences, (length,), make)
 
 
 def in_words(documents: Documents) -> str:
@@ -104,15 +105,20 @@ def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
 setattr(limits_of, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
-def rows_outside(sequences: Sequences, layout: SequenceLayout, rank: int) -> Tensor | None:
-    """Return which rows of a rank are of no sequence, bool (rows,), made once for all layers; None where all are."""
+def rows_outside(
+    sequences: Sequences, documents: Documents, layout: SequenceLayout, rank: int, device: torch.device
+) -> Tensor | None:
+    """Return which rows of a rank are of no document, bool (rows,), made once for all layers; None where all are.
+
+    `documents` are the bounds of the sequences, which live as long as what is kept.
+    """
 
     def make() -> tuple[Tensor | None]:
-        begins, ends = rows_seeing(read_documents(sequences, layout.length), 0, layout.length)
+        begins, ends = rows_seeing(documents, 0, layout.length)
         is_outside = layout.shard(begins == ends, 0, rank)
-        return (is_outside.to(sequences.device) if bool(is_outside.any()) else None,)
+        return (is_outside.to(device) if bool(is_outside.any()) else None,)
 
-    return kept_of(sequences, (*key_of(sequences), "rows outside", layout, rank), make)[0]
+    return kept_of(sequences, ("rows outside", layout, rank, device), make)[0]
 
 
 def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:

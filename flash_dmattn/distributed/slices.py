@@ -319,12 +319,25 @@ class ShardedMask:
         [[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0]]
         """
         documents = read_documents(sequences, layout.length)
+        return cls._of_documents(documents, sequences.device, layout, rank, is_causal, window_size)
+
+    @classmethod
+    def _of_documents(
+        cls,
+        documents: Documents,
+        device: torch.device,
+        layout: SequenceLayout,
+        rank: int,
+        is_causal: bool,
+        window_size: tuple[int, int] | None,
+    ) -> ShardedMask:
+        """Make `from_sequences` of bounds that the host has, on a device."""
         is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
         masks: list[PreparedMask | None] = []
         window = causal_window(is_causal, window_size)
         for (a, _), part in zip(layout.runs(rank), plan(layout, rank, layout.length, window, documents), strict=True):
             if part.is_masked:
-                first, last = (x.sub(a).to(sequences.device) for x in rows_seeing(documents, part.start, part.stop))
+                first, last = (x.sub(a).to(device) for x in rows_seeing(documents, part.start, part.stop))
                 masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
             else:
                 masks.append(None)
