@@ -29,7 +29,7 @@ from flash_dmattn.distributed import (
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed.call import ParallelCall, Request, choose_backends
 from flash_dmattn.distributed.group import Members, context_in_force
-from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks import IndexScores, PreparedMask
 from flash_dmattn.problem import RawFlags
 from flash_dmattn.remembered import Remembered
 
@@ -85,6 +85,14 @@ def lists_of(
     rows: int = 16, entry: int = 0, layout: SequenceLayout = LAYOUT, rank: int = 0, **more: Any
 ) -> ShardedMask:
     return ShardedMask.from_lists(torch.full((rows, 3), entry), layout, rank, **more)
+
+
+UNEVEN = SequenceLayout(12, (((0, 4),), ((4, 6), (10, 12)), ((6, 10),)))
+INDEX_SCORES = IndexScores(torch.rand(2, 2, 16, 1, 4), torch.rand(2, 2, 16, 4), torch.rand(2, 2, 16, 1))
+
+
+def best_of(scores: Any, layout: SequenceLayout = LAYOUT, **more: Any) -> ShardedMask:
+    return ShardedMask.from_topk_lists(scores, 2, layout, 0, **more)
 
 
 def mesh_of(dims: int) -> DeviceMesh:
@@ -158,12 +166,26 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: lists_of(rows=4, layout=SequenceLayout.zigzag(20, 2), block_size=(3, 1)),
         ),
         (
-            "begins at key 128; block_size needs blocks of keys that divide it, not 3",
-            lambda: lists_of(
-                256, layout=SequenceLayout.contiguous(512, 2), rank=1, block_size=(1, 3), window_size=(3, 0)
-            ),
+            "begins at key 128 on rank 1; block_size needs blocks of keys that divide it, not 3",
+            lambda: lists_of(256, layout=SequenceLayout.contiguous(512, 2), block_size=(1, 3), window_size=(3, 0)),
         ),
-        ("scores has 8 lists; it needs 16", lambda: ShardedMask.from_topk_lists(torch.rand(8, 16), 2, LAYOUT, 0)),
+        (
+            "rows 4 to 6 are of rank 1, and 4 queries share a list",
+            lambda: lists_of(rows=1, layout=UNEVEN, block_size=(4, 1)),
+        ),
+        ("bias is a ListBias beside sequences", lambda: attend(*tokens(), None, values_of(4), sequences=documents())),
+        (
+            "bias is a ListBias beside sequences",
+            lambda: attend(*tokens(), lists_of(), values_of(4), sequences=documents()),
+        ),
+        (
+            "scores have 8 columns; they need 16, a block of 1 of all 16 keys",
+            lambda: best_of(torch.rand(8, 8), layout=SequenceLayout.contiguous(16, 2), is_causal=True),
+        ),
+        ("scores have 16 columns; they need 8, a block of 2", lambda: best_of(torch.rand(16, 16), block_size=(1, 2))),
+        ("scores has 1 dimensions", lambda: best_of(torch.rand(16))),
+        ("scores.q has batch dims", lambda: best_of(INDEX_SCORES)),
+        ("scores has 8 lists; it needs 16", lambda: best_of(torch.rand(8, 16))),
         ("exchange_dtype is torch.int8; it needs to be", lambda: attend(exchange_dtype=torch.int8)),
         ("'flex' is one differentiable function; context", lambda: attend(backend="flex")),
         (r"mask has shape \(8, 16\)", lambda: ShardedMask.from_mask(torch.ones(8, 16) > 0, LAYOUT, 0)),
@@ -208,6 +230,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("mask is None and bias is a ListBias; mask needs", lambda: attend(*tensors(), None, values_of(4))),
         ("mask is a TileMask and bias is a ListBias", lambda: attend(*tensors(), mask_of(), values_of(4))),
         ("index has dtype torch.float32; it needs", lambda: ShardedMask.from_lists(torch.zeros(16, 2), LAYOUT, 0)),
+        ("scores is a list; it needs", lambda: best_of([[1.0]])),
         ("head_groups is 1.0", lambda: attend(head_groups=1.0)),
         ("reduce_bias_grad is 1; it needs to be True or False", lambda: attend(reduce_bias_grad=1)),
         ("layout is a int; it needs to be a", lambda: attend(group=mesh_of(2), layout=3)),

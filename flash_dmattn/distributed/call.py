@@ -226,6 +226,11 @@ class Request(NamedTuple):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 has = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
                 raise ValueError(f"{name} has {has}; beside sequences it needs (tokens of this rank, heads, head_dim)")
+        if isinstance(bias, ListBias):
+            raise ValueError(
+                "bias is a ListBias beside sequences; its lists are a mask, and sequences over ranks go with no other: "
+                "pass lists that name keys of the document of each query, without sequences"
+            )
         if mask is not None:
             raise ValueError(f"mask is a {type(mask).__name__} beside sequences, which are a mask; it needs to be None")
         if self.layout_k not in (None, self.layout):

@@ -22,6 +22,7 @@ from ..problem import (
     as_scores,
     causal_window,
     check_flag,
+    check_floats,
     check_window,
     collapse,
     unpacked_spec,
@@ -392,11 +393,6 @@ class ShardedMask:
             check_entries(index, index.new_full((1, 1, 1, 1), last, dtype=torch.int64))
 
         def lists_of(part: Slice, rows: slice) -> PreparedMask:
-            if part.start % block_k:
-                raise ValueError(
-                    f"a slice of the window begins at key {part.start}; block_size needs blocks of keys that divide "
-                    f"it, not {block_k}"
-                )
             # Keys that no query of the slice sees: the band hides them.
             first, own = part.start // block_k, index[:, :, rows].long()
             seen = (own >= first) & (own < -(-part.stop // block_k))
@@ -408,7 +404,7 @@ class ShardedMask:
                 window_size=part.window,
             )
 
-        sizes = (*index.shape[:2], index.shape[2], block_q)
+        sizes = (*index.shape[:2], index.shape[2], block_q, block_k)
         return cls._of_lists(lists_of, "index", sizes, layout, rank, layout_k, is_causal, window_size)
 
     @classmethod
@@ -447,32 +443,45 @@ class ShardedMask:
         >>> torch.equal(mask.lists.index, layout.shard(whole.index, 2, 1))
         True
         """
-        keys, (_, block_k) = (layout if layout_k is None else layout_k).length, pair("block_size", block_size, 1)
-        if isinstance(scores, Tensor):
-            batch, heads, number = as_scores(scores).shape[:3]
+        keys = (layout if layout_k is None else layout_k).length
+        block_q, block_k = pair("block_size", block_size, 1)
+        if isinstance(scores, IndexScores):
+            if len(scores.batch_dims) != 1:
+                raise ValueError(
+                    f"scores.q has batch dims {scores.batch_dims}; over ranks it needs one, (batch, rows, heads, dim)"
+                )
+            batch, heads, number, columns = scores.q.shape[0], 1, scores.q.shape[1], scores.k.shape[1]
         else:
-            batch, heads, number = scores.q.shape[0], 1, scores.q.shape[1]
+            check_floats("scores", scores)
+            if not 2 <= scores.dim() <= 4:
+                raise ValueError(f"scores has {scores.dim()} dimensions, shape {tuple(scores.shape)}; it needs 2 to 4")
+            batch, heads, number, columns = as_scores(scores).shape
+        if columns != -(-keys // block_k):
+            raise ValueError(
+                f"scores have {columns} columns; they need {-(-keys // block_k)}, a block of {block_k} of all {keys} "
+                "keys each"
+            )
 
         def lists_of(part: Slice, rows: slice) -> PreparedMask:
             blocks = -(-part.stop // block_k)
-            if isinstance(scores, Tensor):
-                own: Any = scores[..., rows, :blocks]
-            else:
+            if isinstance(scores, IndexScores):
                 q, weights = scores.q[:, rows], scores.weights[:, rows]
-                own = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
+                own: Any = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
+            else:
+                own = scores[..., rows, :blocks]
             made: Any = PreparedMask.from_topk_lists(
                 own,
                 k,
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.stop,
-                block_size=block_size,
+                block_size=(block_q, block_k),
                 is_causal=is_causal,
                 local=local,
             )
             more = min(k + local, -(-keys // block_k)) - made.keys.shape[3]
             return replace(made, keys=F.pad(made.keys, (0, more), value=-1)) if more else made
 
-        sizes = (batch, heads, number, pair("block_size", block_size, 1)[0])
+        sizes = (batch, heads, number, block_q, block_k)
         return cls._of_lists(lists_of, "scores", sizes, layout, rank, layout_k, is_causal, None)
 
     @classmethod
@@ -480,7 +489,7 @@ class ShardedMask:
         cls,
         lists_of: Callable[[Slice, slice], PreparedMask],
         name: str,
-        sizes: tuple[int, int, int, int],
+        sizes: tuple[int, int, int, int, int],
         layout: SequenceLayout,
         rank: int,
         layout_k: SequenceLayout | None,
@@ -489,26 +498,36 @@ class ShardedMask:
     ) -> ShardedMask:
         """Make the mask of what a function returns for each slice and its lists.
 
+        Sizes are checked for all ranks, so that all of them refuse what one cannot do.
+
         Args:
             lists_of: as it says.
             name: of what has the lists, for messages.
-            sizes: its batch, heads and lists, and the queries that share a list.
+            sizes: its batch, heads and lists, the queries that share a list, and the keys of a block.
         """
-        batch, heads, number, block_q = sizes
+        batch, heads, number, block_q, block_k = sizes
         layout_k = layout if layout_k is None else layout_k
         if number != -(-layout.local_length // block_q):
             raise ValueError(
                 f"{name} has {number} lists; it needs {-(-layout.local_length // block_q)}, of the "
                 f"{layout.local_length} rows of a rank"
             )
-        for a, b in layout.runs(rank):
-            if a % block_q or (b % block_q and b != layout.length):
-                raise ValueError(
-                    f"rows {a} to {b} are of rank {rank}, and {block_q} queries share a list; layout needs intervals "
-                    "of multiples of it"
-                )
         is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-        parts = plan(layout, rank, layout_k.length, causal_window(is_causal, window_size))
+        window = causal_window(is_causal, window_size)
+        for one, runs in enumerate(layout.intervals):
+            for a, b in runs:
+                if a % block_q or (b % block_q and b != layout.length):
+                    raise ValueError(
+                        f"rows {a} to {b} are of rank {one}, and {block_q} queries share a list; layout needs "
+                        "intervals of multiples of it"
+                    )
+            for part in plan(layout, one, layout_k.length, window):
+                if part.start % block_k:
+                    raise ValueError(
+                        f"a slice of the window begins at key {part.start} on rank {one}; block_size needs blocks of "
+                        f"keys that divide it, not {block_k}"
+                    )
+        parts = plan(layout, rank, layout_k.length, window)
         masks = tuple(lists_of(part, part.rows_of(block_q)) for part in parts)
         return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, masks)
 
