@@ -633,25 +633,44 @@ def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
 
 
 def gathered(dtype: torch.dtype) -> tuple[bool, bool, tuple[str, str], bool]:
-    """Return whether a gathered tensor and its gradient are right, what a mistake raises, and if they still are."""
+    """Return whether a gathered tensor and its gradient are right, what a mistake raises, and if they still are.
+
+    They also are where one rank has no gradient of what was gathered.
+    """
     layout, rank, size = SequenceLayout.zigzag(16, dist.get_world_size()), dist.get_rank(), dist.get_world_size()
     over = {"group": dist.group.WORLD, "layout": layout}
     torch.manual_seed(0)
     every, factors = torch.randn(3, 16, 5).to(dtype), torch.randn(size, 3, 16, 5).to(dtype)
 
-    def equal() -> tuple[bool, bool]:
+    def equal(is_without: bool = False) -> tuple[bool, bool]:
         own = layout.shard(every, 1, rank).requires_grad_()
         result = gather_sequence(own, 1, **over)
-        (result * factors[rank]).sum().backward()
+        ((Without.apply(result) if is_without and rank == 0 else result) * factors[rank]).sum().backward()
         total = factors.float() if dtype == torch.bfloat16 else factors
-        wanted = exchange.summed(list(total)).to(dtype)
+        wanted = exchange.summed(list(total[int(is_without) :])).to(dtype)
         assert own.grad is not None
         return torch.equal(result, every), torch.equal(own.grad, layout.shard(wanted, 1, rank))
 
     results = equal()
     wrong = layout.shard(every, 1, rank)[..., : 4 + (rank > 0)]
     said = raised(lambda: gather_sequence(wrong, 1, **over))
-    return *results, said, all(equal())
+    return *results, said, all(equal()) and all(equal(is_without=True))
+
+
+class Without(torch.autograd.Function):
+    """The same values, without a gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
 
 
 def summed_beside_values() -> tuple[float, float, tuple[str, str]]:

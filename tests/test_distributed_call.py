@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_calls import for_few_keys
+from distributed_calls import Without, for_few_keys
 from gpu_distributed import REQUIRED, missing_of
 from out_of_tree import registered
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +28,7 @@ from flash_dmattn.distributed import (
 )
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed.call import ParallelCall, Request, choose_backends
+from flash_dmattn.distributed.exchange import sum_gradient
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import IndexScores, PreparedMask
 from flash_dmattn.problem import RawFlags
@@ -312,11 +313,26 @@ def test_what_cannot_be_gathered_is_refused() -> None:
     for dim in (0, 2):
         with pytest.raises(ValueError, match=rf"x has shape \(1, 16\) and dim is {dim}, which needs the 16 positions"):
             gather_sequence(x, dim, group=world, layout=LAYOUT)
+    with pytest.raises(ValueError, match="dim is -3; it needs to be >= -2"):
+        gather_sequence(x, -3, group=world, layout=LAYOUT)
+    for unfit in (None, 0.0):
+        with pytest.raises(TypeError, match=f"dim is {unfit} .*; it needs to be an int"):
+            gather_sequence(x, unfit, group=world, layout=LAYOUT)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x has dtype complex64; it needs a real one"):
+        gather_sequence(x.to(torch.complex64), 1, group=world, layout=LAYOUT)
     with pytest.raises(ValueError, match="group is a mesh of 2 dims; gather_sequence needs one"):
         gather_sequence(x, 1, group=mesh_of(2), layout=LAYOUT)
     with pytest.raises(TypeError, match="layout is a int"):
         gather_sequence(x, 1, group=world, layout=16)  # type: ignore[arg-type]
     assert torch.equal(gather_sequence(x, -1, group=mesh_of(1), layout=LAYOUT), x)
+
+
+def test_a_gradient_of_nothing_is_sent_as_zeros() -> None:
+    x = torch.ones(1, 16, requires_grad=True)
+    members = Members(dist.group.WORLD.group_name, 1, 0)
+    for same in (gather_sequence(x, 1, group=dist.group.WORLD, layout=LAYOUT), sum_gradient(x, members, 1)):
+        (gradient,) = torch.autograd.grad(Without.apply(same).sum(), x)
+        assert torch.equal(gradient, torch.zeros(1, 16))
 
 
 @pytest.mark.parametrize("dims", [1, 2])

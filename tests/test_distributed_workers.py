@@ -297,7 +297,7 @@ def differing(name: str, theirs: str, own: str, rank: int, size: int) -> str:
     others = [str(r) for r in range(size) if r != rank]
     parts = [f"{theirs} on rank{'s' * (size > 2)} {', '.join(others)}", f"{own} on rank {rank}"]
     said = " and ".join(parts if rank else parts[::-1])
-    return f"{name} is {said}; context_parallel_attention needs the same on every rank"
+    return f"{name} is {said}; it needs to be the same on every rank"
 
 
 def assert_all_raise(
@@ -401,7 +401,7 @@ def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str
     if mistake == "forward":
         own = "forward"
     assert kind == "ValueError" and {raised for raised, _ in answers} == {(kind, said)}, answers
-    assert re.match(rf"{what} is {theirs} on {others} and {own} on rank {size - 1}; context", said), said
+    assert re.match(rf"{what} is {theirs} on {others} and {own} on rank {size - 1}; it needs", said), said
     assert max(error for _, error in answers) < TOLERANCE, answers
 
 
@@ -410,7 +410,7 @@ def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str
     [
         ("gather", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
         ("ulysses", "none", ("q", "(2, 16, 4, 4)", "(3, 16, 4, 4)")),
-        ("sharded", "sharded", ("mask or bias of keys", "(2, 4, 1, 16)", "(3, 4, 1, 16)")),
+        ("sharded", "sharded", ("gathered", "(2, 4, 1, 16)", "(3, 4, 1, 16)")),
     ],
     ids=["gather", "ulysses", "sharded"],
 )

@@ -12,6 +12,7 @@ from ..biases import Bias, Relative
 from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
+from ..masks.arguments import integer
 from ..problem import RawFlags, check_tensor, dtype_name, refuse_keywords
 from ..sequences import Sequences
 from .call import ParallelCall, Request, Strategy, choose_backends
@@ -223,7 +224,7 @@ def context_parallel_attention(
 def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout) -> Tensor:
     """Gather a tensor whose positions are shared among ranks, such as the keys of a selector; differentiable.
 
-    Every rank calls it at the same time. Equivalent to, without its gradient::
+    Every rank calls it at the same time, and runs its backward pass if any does. Equivalent to, without its gradient::
 
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x, group=group)
@@ -232,7 +233,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout
     The gradient of x is the sum over what all ranks send for its rows, in fp32 and in the order of ranks.
 
     Args:
-        x: any shape; `layout.local_length` along `dim`.
+        x: any shape, any dtype that is not complex; `layout.local_length` along `dim`.
         dim: of the positions.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim.
         layout: who has which positions.
@@ -260,7 +261,10 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout
             raise ValueError("group is a mesh of 2 dims; gather_sequence needs one: take it by name, mesh['cp']")
         check_layout(layout, members.size)
         check_tensor("x", x)
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.local_length:
+        dim = integer("dim", dim, -x.dim())
+        if x.is_complex():
+            raise TypeError(f"x has dtype {dtype_name(x.dtype)}; it needs a real one: torch.view_as_real(x) has two")
+        if dim >= x.dim() or x.shape[dim] != layout.local_length:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and dim is {dim}, which needs the {layout.local_length} positions of "
                 "a rank"

@@ -417,7 +417,7 @@ def _bytes(x: Tensor) -> Tensor:
 def _move_keys(x: Tensor, back: bool, *numbers: Any) -> Tensor:
     route, dim = Route.of(*numbers), x.dim() - 1
     if back or route.number == 0:  # else the call was compared
-        route.compare("backward" if back else "forward", **{"mask or bias of keys": x})
+        route.compare("backward" if back else "forward", gathered=x)
     if back:
         return route.send_back((x,), dim, all_held=True).wait()[0].to(x.dtype)
     (keys,) = route.bring((x.view(torch.uint8) if x.dtype == torch.bool else x,), dim, all_held=True).wait()
@@ -491,8 +491,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.back = inputs[1]
-        ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
+        # A gradient of nothing is one of zeros, because the other ranks wait for what this one sends.
+        if isinstance(output, tuple):
+            ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
+            # A tensor without gradient among others stays without one.
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 

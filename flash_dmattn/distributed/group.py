@@ -237,7 +237,7 @@ def _difference(statements: list[_Statement]) -> str:
     for one, words in zip(statements, values, strict=True):
         ranks.setdefault(words.get(name), []).append(str(one.rank))
     have = [f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in ranks.items()]
-    return f"{name} is {' and '.join(have)}; context_parallel_attention needs the same on every rank"
+    return f"{name} is {' and '.join(have)}; it needs to be the same on every rank"
 
 
 def _error(statement: _Statement) -> Exception:
