@@ -242,7 +242,8 @@ def packed(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., An
         if isinstance(bias, (Band, Relative)):
             one = bias._replace(values=bias.values.squeeze(0))
         used = torch.tensor(case.used) if case.used else None
-        documents = Sequences.packed(torch.tensor(case.documents), seqlens_q=used)
+        bounds = torch.tensor(case.documents)
+        documents = Sequences.packed(bounds, seqlens_q=used, max_seqlen_q=int(bounds.diff().max()))
         out, lse = function(q[0], k[0], v[0], mask, one, sequences=documents, **flags)
         return out[None], lse[None]
 

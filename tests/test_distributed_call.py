@@ -308,6 +308,23 @@ def test_masks_of_documents_are_on_the_device_of_q() -> None:
     assert attend(*batch, one).is_meta
 
 
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+def test_distances_cover_the_longest_document(strategy: str) -> None:
+    x = [y.double().requires_grad_() for y in tokens()]
+    values = torch.randn(4, 17, dtype=torch.float64, requires_grad=True)
+
+    def gradients(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return out, *torch.autograd.grad(out.square().sum(), (*x, values))
+
+    own = attend(*x, None, Relative(values, 8), sequences=documents(), strategy=strategy)
+    bounded = Sequences.packed(torch.tensor((0, 7, 16)), max_seqlen_q=9)  # the length that `attention` checks
+    wanted = flash_dmattn.attention(*x, None, Relative(values, 8), sequences=bounded)
+    for one, other in zip(gradients(own), gradients(wanted)):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="values for distances -8 to 7; it needs those of the call, -8 to 8"):
+        attend(*x, None, Relative(values[:, :16], 8), sequences=documents(), strategy=strategy)
+
+
 def test_what_cannot_be_gathered_is_refused() -> None:
     x, world = torch.ones(1, 16), dist.group.WORLD
     for dim in (0, 2):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Numbers
 from distributed_calls import BIASES, DISTANCES, ENTRIES, MASKS, P, ParallelCase, Unlucky, draw_parallel
 from distributed_workers import torchrun, workers
 
@@ -46,6 +47,7 @@ CASES = {
         window_size=(5, 2), relative=DISTANCES["relative as long as the keys of a rank"], dlse=True
     ),
     "documents, band": IN_ONE(relative=DISTANCES["band of groups"], is_causal=True, groups=2, layout="balanced"),
+    "documents, relative": IN_ONE(relative=Numbers(("1", "Hq", "1"), 29, 14, "error"), dlse=True),
     "documents, sharded bias": IN_ONE(documents=(0, 16, 32), bias=("1", "Hk", "1", "Ls"), window_size=(-1, 1)),
     "documents, prepared": IN_ONE(prepared=True, batch=2, is_causal=True, bias="full", dlse=True),
     "documents, used in part": IN_ONE(used=(2, 5, 0, 9), is_causal=True, dlse=True),

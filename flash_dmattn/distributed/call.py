@@ -337,9 +337,14 @@ class Request(NamedTuple):
         own = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
         problem, _, _ = describe(own._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
         if by_distance is not None and bias is not None:
+            lengths, outside = (layout.length, layout_k.length), by_distance.outside
+            longest = max(stop - start for start, stop in zip(documents[::2], documents[1::2])) if documents else 0
+            if outside == "error" and documents and longest < layout.length:
+                # A slice of several documents has hidden pairs farther apart, which must not read past the values.
+                lengths, outside = (longest, longest), "clamp"
             if by_distance.outside == "error":
-                check_covered(bias.shape[-1], by_distance.zero, layout.length, layout_k.length, problem.window)
-            problem = problem._replace(flags=problem.flags._replace(outside=by_distance.outside))
+                check_covered(bias.shape[-1], by_distance.zero, *lengths, problem.window)
+            problem = problem._replace(flags=problem.flags._replace(outside=outside))
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
