@@ -325,6 +325,16 @@ def test_distances_cover_the_longest_document(strategy: str) -> None:
         attend(*x, None, Relative(values[:, :16], 8), sequences=documents(), strategy=strategy)
 
 
+def test_other_documents_compile_to_another_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
+    for bounds in ((0, 7, 16), (0, 3, 9, 16), (0, 16)):
+        mask = ShardedMask.from_sequences(Sequences.packed(torch.tensor(bounds)), LAYOUT, 0, is_causal=True)
+        assert mask.documents[::2] == bounds[:-1]
+        out = compiled(*tensors(), mask, group=dist.group.WORLD, layout=LAYOUT)
+        torch.testing.assert_close(out, attend(*tensors(), mask))
+
+
 def test_what_cannot_be_gathered_is_refused() -> None:
     x, world = torch.ones(1, 16), dist.group.WORLD
     for dim in (0, 2):

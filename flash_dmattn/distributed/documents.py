@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -79,6 +80,25 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
     return kept_of(sequences, (length,), make)
 
 
+def written(documents: Documents) -> str:
+    """Return bounds as a string. Dynamo makes variables of ints that change, and a graph for each string."""
+    return " ".join(map(str, documents))
+
+
+def parsed(bounds: str) -> Documents:
+    """Return the bounds that a string has.
+
+    >>> parsed(written((0, 4, 4, 10))), parsed(written(()))
+    ((0, 4, 4, 10), ())
+    """
+    return _parsed(bounds)
+
+
+@lru_cache(maxsize=256)
+def _parsed(bounds: str) -> Documents:
+    return tuple(map(int, bounds.split()))
+
+
 def in_words(documents: Documents) -> str:
     """Return their bounds for comparisons and messages; a hash of many bounds, which takes less time to send."""
     if len(documents) <= 16:
@@ -101,8 +121,9 @@ def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
     return begins[first], max(ends[last], b), first == last and begins[first] <= a and b <= ends[first]
 
 
-# Dynamo traces no bisection; bounds are numbers for it.
-setattr(limits_of, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
+# Dynamo traces no bisection and no strings; bounds are numbers for it.
+for _function in (limits_of, parsed):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def rows_outside(

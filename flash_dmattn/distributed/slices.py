@@ -29,7 +29,7 @@ from ..problem import (
     values_can_be_read,
 )
 from ..sequences import Sequences
-from .documents import Documents, limits_of, read_documents, rows_seeing
+from .documents import Documents, limits_of, parsed, read_documents, rows_seeing, written
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -209,7 +209,7 @@ class ShardedMask:
         batch, heads: (Bm, Hm), each 1 or as many as in the calls.
         masks: a `PreparedMask` for each interval of the rank, on the keys that its rows can see; None where all of
             these are of one document.
-        documents: of packed sequences: where each begins and ends, (begin, end, begin, end, ...); () without.
+        bounds: of packed sequences: the numbers of `documents`, in one string.
     """
 
     layout: SequenceLayout
@@ -220,7 +220,7 @@ class ShardedMask:
     batch: int
     heads: int
     masks: tuple[PreparedMask | None, ...]
-    documents: Documents = ()
+    bounds: str = ""
 
     @classmethod
     def from_mask(
@@ -342,7 +342,7 @@ class ShardedMask:
                 masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
             else:
                 masks.append(None)
-        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), documents)
+        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), written(documents))
 
     @classmethod
     def from_lists(
@@ -530,6 +530,11 @@ class ShardedMask:
         parts = plan(layout, rank, layout_k.length, window)
         masks = tuple(lists_of(part, part.rows_of(block_q)) for part in parts)
         return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, masks)
+
+    @property
+    def documents(self) -> Documents:
+        """Where each document begins and ends, (begin, end, begin, end, ...); () without packed sequences."""
+        return parsed(self.bounds)
 
     @property
     def form(self) -> MaskForm:
