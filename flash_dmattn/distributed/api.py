@@ -156,7 +156,8 @@ def context_parallel_attention(
         sequences: a `Sequences` of `Sequences.packed`, of all positions: the documents of the sequence, the same on
             every rank. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in `attention`, out is (L / W, Hq,
             Dv) and lse (Hq, L / W). Each query attends to its own document. There is no other mask; a bias is
-            (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance. A NaN in values of a document may reach others.
+            (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN
+            in v of one document may reach others in the same slice.
         dropout_p: refused.
 
     Returns:
@@ -224,7 +225,7 @@ def context_parallel_attention(
 def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout) -> Tensor:
     """Gather a tensor whose positions are shared among ranks, such as the keys of a selector; differentiable.
 
-    Every rank calls it at the same time, and runs its backward pass if any does. Equivalent to, without its gradient::
+    Every rank calls it at the same time, and has to run its backward pass too. Equivalent to, without its gradient::
 
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x, group=group)

@@ -26,7 +26,7 @@ _kept = Kept()
 def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return what was made of sequences for a key: once for all layers, until they change.
 
-    What inference mode makes is kept apart, because a backward pass cannot save its tensors.
+    Inference mode has values of its own, because a backward pass cannot save its tensors.
     """
     tensors = _tensors(sequences)
     own = (*map(id, tensors), *key, torch.is_inference_mode_enabled())

@@ -296,14 +296,15 @@ class ShardedMask:
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> ShardedMask:
-        """Prepare the mask of packed documents for the rows of a rank: a query sees its own document; nothing is sent.
+        """Make the mask of packed documents for the rows of a rank: a query sees its own document; nothing is sent.
 
         `context_parallel_attention(..., sequences=sequences)` makes it, once for all layers. Made here it serves calls
-        in graphs of `torch.compile`, and calls with more than one entry in the batch. It takes O(length) of memory.
+        in graphs of `torch.compile`, one graph for each set of bounds, and a batch of more than one entry. It takes
+        O(length) of memory, on the device of the sequences, which needs to be the device of q.
 
         Args:
-            sequences: of `Sequences.packed`, with as many keys as queries; the same on every rank. Their values are
-                read, once, so the program waits for the device.
+            sequences: of `Sequences.packed`, with as many keys as queries; the same on every rank. The host reads
+                their values once, and waits for the device.
             layout: of queries and keys.
             rank: whose rows these are.
             is_causal, window_size: as in `attention`; calls must not repeat them.
