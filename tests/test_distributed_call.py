@@ -360,6 +360,10 @@ def test_a_gradient_of_nothing_is_sent_as_zeros() -> None:
     for same in (gather_sequence(x, 1, group=dist.group.WORLD, layout=LAYOUT), sum_gradient(x, members, 1)):
         (gradient,) = torch.autograd.grad(Without.apply(same).sum(), x)
         assert torch.equal(gradient, torch.zeros(1, 16))
+    q, k, v = (x.requires_grad_() for x in tensors())
+    for strategy in ("gather", "ulysses"):
+        (dq,) = torch.autograd.grad(Without.apply(attend(q, k, v, strategy=strategy)).sum(), q)
+        assert torch.equal(dq, torch.zeros_like(q))
 
 
 @pytest.mark.parametrize("dims", [1, 2])

@@ -491,10 +491,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.back = inputs[1]
-        # A gradient of nothing is one of zeros, because the other ranks wait for what this one sends.
-        if isinstance(output, tuple):
-            ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
-            # A tensor without gradient among others stays without one.
+        # A gradient of nothing is one of zeros, because the other ranks wait for what this one sends. But an unused lse
+        # must not cost a dlse of zeros.
+        ctx.set_materialize_grads(not isinstance(output, tuple) or len(output) == 1)
+        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 
