@@ -131,7 +131,7 @@ def rows_outside(
 ) -> Tensor | None:
     """Return which rows of a rank are of no document, bool (rows,), made once for all layers; None where all are.
 
-    `documents` are the bounds of the sequences, which live as long as what is kept.
+    `documents` are the bounds that were read of the sequences.
     """
 
     def make() -> tuple[Tensor | None]:
