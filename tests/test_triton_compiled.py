@@ -95,7 +95,8 @@ def test_fits_the_gpu(name: str, capability: int) -> None:
             assert instructions[capability] in compiled.text, f"{kernel} has no {instructions[capability]}"
 
 
-FEW_QUERIES = [name for name in VARIANTS if "one query" in name or "few queries" in name]
+# Kernels of 16 bits have a tile of their own for these calls.
+FEW_QUERIES = [name for name in VARIANTS if ("one query" in name or "few queries" in name) and "fp32" not in name]
 
 
 @pytest.mark.parametrize("name", FEW_QUERIES)

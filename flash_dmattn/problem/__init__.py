@@ -1,5 +1,10 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
+from .aux_request import AnyAuxRequest as AnyAuxRequest
+from .aux_request import AuxOutput as AuxOutput
+from .aux_request import AuxRequest as AuxRequest
+from .aux_request import output_of as output_of
+from .aux_request import read_request as read_request
 from .checks import RANKS as RANKS
 from .checks import arguments_like as arguments_like
 from .checks import as_scores as as_scores
@@ -67,8 +72,3 @@ from .leading import collapse as collapse
 from .leading import fold_call as fold_call
 from .leading import heads_as_rows as heads_as_rows
 from .leading import merge as merge
-from .requests import AnyAuxRequest as AnyAuxRequest
-from .requests import AuxOutput as AuxOutput
-from .requests import AuxRequest as AuxRequest
-from .requests import output_of as output_of
-from .requests import read_request as read_request

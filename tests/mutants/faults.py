@@ -659,7 +659,7 @@ _PYTHON = (
     ),
     Fault(
         "the largest score has a gradient, of nothing",
-        "flash_dmattn/problem/requests.py",
+        "flash_dmattn/problem/aux_request.py",
         "next(rest).detach()",
         "next(rest)",
         (f"{_AUX}test_the_largest_score_has_no_gradient",),
