@@ -405,7 +405,7 @@ def smaller(case: Case) -> Case:
 
 
 def asked_of(number: int) -> tuple[str, ...]:
-    """The results that a call of a number asks for besides out and lse; three of seven do."""
+    """The results that a call of a number asks for besides out and lse; one of three does."""
     return random.Random(f"aux {number}").choice(
         ((), (), (), (), ("max_scores",), ("entropy",), ("max_scores", "entropy"))
     )
