@@ -141,7 +141,7 @@ class Backend:
         plan_backward: problem -> backward(saved, dout, dlse) -> gradients, each of the shape and dtype of its input.
             None if `forward` is differentiable PyTorch, through which autograd goes.
         features: the arguments of `attention` that it supports, out of `flash_dmattn.problem.FEATURES`. A call that
-            uses another one is refused.
+            uses another one is refused. Only its forward pass is, if that is "max_scores", which has no gradient.
         rules: conditions that a call must meet.
         auto_rules: further conditions under `backend="auto"`, for example of speed. They never bind a call that names
             the backend.
