@@ -654,6 +654,10 @@ def fp32_calls(word: str = "fp16x3", pieces: str = "made") -> Iterator[str | Non
         case = cases[name]
         set_up(tile)
         yield outcome_of(partial(right_on_pieces, word, pieces == "stored", tile, case), f"{name}: {case.repro()}")
+    set_up(tile)
+    odd = fp32_cases.PLAIN.with_(needs_grad=())
+    with interpreter.on_tensor_cores(word, tile, pieces == "stored"):
+        yield outcome_of(partial(has_nan_as_eager, odd), f"NaN and inf: {odd.repro()}")
 
 
 def right_on_pieces(word: str, stored: bool, tile: Tile, case: Case) -> None:

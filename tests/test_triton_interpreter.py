@@ -80,9 +80,9 @@ def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
 def test_fp32_on_pieces_keeps_its_accuracy(how: tuple[str, str]) -> None:
     """With products as tensor cores add them: one sum over all tiles, or a piece too few, is further off."""
     number = {
-        "fp16x3 made": len(fp32_cases.CASES) + 1,
-        "fp16x3 stored": len(fp32_cases.STORED),
-        "bf16x3 made": len(fp32_cases.TWO_OF_BFLOAT16),
+        "fp16x3 made": len(fp32_cases.CASES) + 2,  # small rows; NaN and inf
+        "fp16x3 stored": len(fp32_cases.STORED) + 1,
+        "bf16x3 made": len(fp32_cases.TWO_OF_BFLOAT16) + 1,
     }[" ".join(how)]
     assert f"{number} passed, 0 failed" in interpret("interpreted_triton.py", "fp32", *how)
 

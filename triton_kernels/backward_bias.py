@@ -14,7 +14,7 @@ import triton.language as tl
 from .bias_forms import ROW_BIAS, load_bias
 from .dropout import is_kept
 from .pieces import load_pieces, product_of_rows
-from .scores import probabilities, scaled, score_gradients, sink_logits
+from .scores import load_entropy_gradient, probabilities, scaled, score_gradients, sink_logits
 from .sequences import (
     NO_SEQUENCES,
     bounds_of,
@@ -185,6 +185,7 @@ def backward_bias_kernel(
             dout_at = rows_from(dout, dout_strides, at.first_q, SEQUENCES)
             lse_rows = tl.load(row_lse + statistics + rows, mask=is_row, other=float("inf"))
             low_rows, d = load_low_delta(low_delta, delta, statistics + rows, is_row)
+            g = load_entropy_gradient(dentropy, statistics + rows, is_row)
             q_pieces = load_pieces(
                 q_at, q_strides, shape.batch, at.b_q, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
@@ -208,7 +209,9 @@ def backward_bias_kernel(
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
+            p, exponents = probabilities(
+                s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
+            )
             v_pieces = load_pieces(
                 v_at, v_strides, shape.batch, at.b_k, h_k, first_key, keys, entry_shape.seqlen_k,
                 dims_v, shape.head_dim_v,
@@ -223,7 +226,9 @@ def backward_bias_kernel(
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            acc += score_gradients(p, dp, d, dentropy, statistics + rows, is_row, at.few, 1, FEW_KEYS, SEQUENCES)[0]
+            acc += score_gradients(
+                p, exponents, dp, d, g, at.few, 1, FEW_KEYS, SEQUENCES, dentropy is not None
+            )[0]
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
             :, None

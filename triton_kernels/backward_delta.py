@@ -1,6 +1,6 @@
 """The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
 
-lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: `exp_of_rows`
+lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: `exponents_of_rows`
 says why. The second and delta are pairs in a tensor of 64 bits. A bias of one value per query is taken off here, so
 that no other kernel reads it.
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from .bias_forms import spread, values_of_tile
 from .dropout import is_kept
 from .pieces import load_pieces, product_of_rows
-from .scores import probabilities, scaled, score_gradients, sink_logits
+from .scores import load_entropy_gradient, probabilities, scaled, score_gradients, sink_logits
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -132,6 +132,7 @@ def backward_diagonals_kernel(
             row_ok = rows < shape.seqlen_q
             lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
             low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
+            g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
             q_pieces = load_pieces(
                 q, q_strides, shape.batch, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
@@ -155,7 +156,9 @@ def backward_diagonals_kernel(
                     allowed &= kept[None, :]
                 s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, low_delta is not None)
+            p, exponents = probabilities(
+                s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, low_delta is not None
+            )
             v_pieces = load_pieces(
                 v, v_strides, shape.batch, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
@@ -168,7 +171,7 @@ def backward_diagonals_kernel(
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            acc += score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, False, 1, FEW_KEYS, 0)[0]
+            acc += score_gradients(p, exponents, dp, d, g, False, 1, FEW_KEYS, 0, dentropy is not None)[0]
     steps_right = tl.arange(0, 2 * BLOCK_N)[None, :] + tl.arange(0, BLOCK_M)[:, None] - (BLOCK_M - 1)
     inside = (steps_right >= 0) & (steps_right < BLOCK_N)
     moved = tl.gather(acc, tl.minimum(tl.maximum(steps_right, 0), BLOCK_N - 1), 1)

@@ -33,7 +33,7 @@ from .bias_forms import (
 )
 from .dropout import is_kept
 from .pieces import add_product, load_pieces, product_of_rows
-from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
+from .scores import load_entropy_gradient, masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at
 from .tile_ops import (
     DENSE,
@@ -106,6 +106,7 @@ def backward_keys_kernel(
     PAD_D: tl.constexpr,
     PAD_DV: tl.constexpr,
     TMA: tl.constexpr,
+    DOUT_TMA: tl.constexpr,
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -241,6 +242,7 @@ def backward_keys_kernel(
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
                     # delta is loaded early, to have arrived when ds needs it. Pairs take as many loads as delta alone.
                     low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
+                    g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
                     s = product_of_rows(k_pieces, q_pieces, PRECISION)
                     s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
                     if not IS_FLAT:
@@ -258,11 +260,11 @@ def backward_keys_kernel(
                     if IS_FLAT:
                         value = flat_value(step, flat)
                         less = (lse_rows - value) * LOG2E - low_rows
-                        p = probabilities(
+                        p, exponents = probabilities(
                             s * (factor * LOG2E), less, low_rows, logits - value, 0, FEW_KEYS, HAS_SINK, False, False
                         )
                     else:
-                        p = probabilities(
+                        p, exponents = probabilities(
                             s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
                         )
                     weights = p
@@ -275,7 +277,7 @@ def backward_keys_kernel(
                     g_pieces = load_pieces(
                         dout, dout_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q,
                         dims_v, shape.head_dim_v,
-                        BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV, PRECISION,
+                        BLOCK_M, BLOCK_DV, DOUT_TMA, WIDE, True, PAD_DV, PRECISION,
                     )  # fmt: skip
                     if NEED_V:
                         acc_dv = add_product(acc_dv, weights, g_pieces, PRECISION)
@@ -284,7 +286,7 @@ def backward_keys_kernel(
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
                         ds, _ = score_gradients(
-                            p, dp, d, dentropy, statistics + rows, row_ok, at.few, 0, FEW_KEYS, SEQUENCES
+                            p, exponents, dp, d, g, at.few, 0, FEW_KEYS, SEQUENCES, dentropy is not None
                         )
                         if DBIAS != NO_DBIAS:
                             acc_bias, acc_last = add_gradient(

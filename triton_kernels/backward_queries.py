@@ -20,7 +20,7 @@ from .bias_forms import (
 )
 from .dropout import is_kept
 from .pieces import add_product, load_pieces, product_of_rows
-from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
+from .scores import load_entropy_gradient, masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, entry_of_tile, mask_from, place_of, rows_from, tiles_of_queries
 from .tile_ops import EDGE, INSIDE, KEYS, LOG2E, NEAR, block_at, keys_of_queries, load_low_delta, mask_head
 
@@ -122,6 +122,7 @@ def backward_queries_kernel(
     # that leave room for a second program.
     LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
+    g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
@@ -167,11 +168,13 @@ def backward_queries_kernel(
             if IS_FLAT:
                 value = flat_value(step, flat)
                 less = (lse_rows - value) * LOG2E - low_rows
-                p = probabilities(
+                p, exponents = probabilities(
                     s * (factor * LOG2E), less, low_rows, logits - value, 1, FEW_KEYS, HAS_SINK, False, False
                 )
             else:
-                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
+                p, exponents = probabilities(
+                    s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
+                )
             v_pieces = load_pieces(
                 v, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION,
@@ -180,7 +183,7 @@ def backward_queries_kernel(
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            ds, d = score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, at.few, 1, FEW_KEYS, SEQUENCES)
+            ds, d = score_gradients(p, exponents, dp, d, g, at.few, 1, FEW_KEYS, SEQUENCES, dentropy is not None)
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = add_product(acc_dq, ds, k_pieces, PRECISION)

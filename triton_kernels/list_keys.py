@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .bias_forms import KEY_BIAS, NO_BIAS
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, lse_of_rows
-from .scores import exp_of_rows, scaled, score_gradients
+from .scores import exponents_of_rows, load_entropy_gradient, scaled, score_gradients
 from .sequences import NO_SEQUENCES
 from .tile_ops import entry_of, in_band, shared_head
 
@@ -192,7 +192,9 @@ def list_keys_kernel(
         natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p of no row is 0
         lse_rows, low_rows = lse_of_rows(natural, BIASED)
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-        p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)
+        g = load_entropy_gradient(dentropy, statistics, row_ok)
+        exponents = exponents_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE)
+        p = tl.where(allowed, tl.math.exp2(exponents), 0.0)
         at_g = dout + (h * dout_strides.head + rows * dout_strides.row)
         if PAD_DV:
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None] & ok_dv, other=0.0)
@@ -200,7 +202,7 @@ def list_keys_kernel(
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None], other=0.0)
         acc_v = tl.dot(p.to(g_tile.dtype), g_tile, acc_v, input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
-        ds, _ = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 0, False, NO_SEQUENCES)
+        ds, _ = score_gradients(p, exponents, dp, d, g, False, 0, False, NO_SEQUENCES, dentropy is not None)
         if SOFTCAP:
             ds = ds * slope
         ds_tile = ds.to(q_tile.dtype)

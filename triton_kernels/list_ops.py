@@ -219,7 +219,7 @@ def add_key_bias(x, factor, head, stride, keys, key_ok, row_ok, BIAS: tl.constex
 
 @triton.jit
 def lse_of_rows(natural, BIASED: tl.constexpr):
-    """Turn lse of rows into the two numbers that `exp_of_rows` takes.
+    """Turn lse of rows into the two numbers that `exponents_of_rows` takes.
 
     An empty row has -inf, and gets +inf, so that p = exp(s - lse) is 0 and not NaN.
     """

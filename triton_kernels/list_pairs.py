@@ -27,7 +27,7 @@ from .list_ops import (
     store_value_gradients,
     values_of,
 )
-from .scores import exp_of_rows, scaled, score_gradients
+from .scores import exponents_of_rows, load_entropy_gradient, scaled, score_gradients
 from .sequences import NO_SEQUENCES
 
 
@@ -141,8 +141,10 @@ def list_pairs_kernel(
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
     lse_rows, low_rows = lse_of_rows(tl.load(lse + statistics, mask=row_ok, other=float("-inf")), BIASED)
     d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-    p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse.dtype.element_ty == tl.float64)
-    ds, _ = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 1, False, NO_SEQUENCES)
+    g = load_entropy_gradient(dentropy, statistics, row_ok)
+    exponents = exponents_of_rows(s, lse_rows, low_rows, 1, BIASED, lse.dtype.element_ty == tl.float64)
+    p = tl.math.exp2(exponents)
+    ds, _ = score_gradients(p, exponents, dp, d, g, False, 1, False, NO_SEQUENCES, dentropy is not None)
     if NEED_VALUES:
         tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")
         if VALUES == OF_ENTRIES and not MASSES:

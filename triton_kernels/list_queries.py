@@ -32,7 +32,7 @@ from .list_ops import (
     store_value_gradients,
     values_of,
 )
-from .scores import probabilities, scaled, score_gradients
+from .scores import load_entropy_gradient, probabilities, scaled, score_gradients
 from .sequences import NO_SEQUENCES
 
 # A program stores for dk and dv: nothing, rows, or p and ds.
@@ -150,6 +150,7 @@ def list_queries_kernel(
     logits = 0.0
     if HAS_SINK and FEW_KEYS:
         logits = tl.load(sink + h).to(tl.float32)
+    g = load_entropy_gradient(dentropy, statistics, row_ok)
     d = tl.zeros([BLOCK_M], tl.float32)
     if not FEW_KEYS:
         o_tile = load_members(out, out_strides, b, rows, h, row_ok, dims_v, shape.head_dim_v, PAD_DV)
@@ -197,13 +198,13 @@ def list_queries_kernel(
             factor = 1.0
         s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
-        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, IS_WIDE)
+        p, exponents = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, IS_WIDE)
         if LATENT:
             v_tile = k_tile
         else:
             v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds, d = score_gradients(p, dp, d, dentropy, statistics, row_ok, False, 1, FEW_KEYS, NO_SEQUENCES)
+        ds, d = score_gradients(p, exponents, dp, d, g, False, 1, FEW_KEYS, NO_SEQUENCES, dentropy is not None)
         if NEED_VALUES:
             if VALUES == OF_ENTRIES and not MASSES:
                 carried = store_value_gradients(

@@ -30,7 +30,7 @@ from .bias_forms import (
     values_of_tile,
 )
 from .dropout import is_kept
-from .scores import masked_scores, probabilities, scaled, score_gradients, sink_logits
+from .scores import load_entropy_gradient, masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at, tiles_of_rows
 from .tile_ops import KEYS, TILE, TILES, band_of_queries, class_at, load_low_delta, load_tile, mask_head
 
@@ -252,8 +252,11 @@ def pairs_kernel(
             )  # fmt: skip
         lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
         low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
+        g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
         logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
+        p, exponents = probabilities(
+            s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
+        )
         weights = p
         if DROPOUT:
             kept = is_kept(
@@ -273,7 +276,7 @@ def pairs_kernel(
             else:
                 tl.store(p_pairs + at_pairs, weights.to(p_pairs.dtype.element_ty), mask=is_line[:, None])
         if MAKE_DS:
-            ds, _ = score_gradients(p, dp, d, dentropy, statistics + rows, row_ok, at.few, 1, FEW_KEYS, SEQUENCES)
+            ds, _ = score_gradients(p, exponents, dp, d, g, at.few, 1, FEW_KEYS, SEQUENCES, dentropy is not None)
             if DBIAS == KEY_SUM:
                 sums = tl.sum(tl.where(is_line[:, None], ds, 0.0), 0)
                 at_sums = key_parts + (slot.to(tl.int64) * parts + part) * most_keys

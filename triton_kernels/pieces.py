@@ -44,17 +44,19 @@ def _size_and_factor(bits):
 def split(x, PRECISION: tl.constexpr):
     """Return the pieces of a tile and the sizes of its rows, (a, b, sizes); or the tile where it needs no pieces.
 
-    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. A piece of inf is inf, and
-    the next one NaN.
+    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is 0, so
+    that they meet only the first piece of another number, which has its sign: both pieces may differ in it, and the sum
+    of inf and -inf is NaN.
     """
     if PRECISION == "fp16x3":
         # inf and NaN become negative, as the largest exponent and one more have the bit of the sign.
-        bits = tl.max((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE, 1)
-        sizes, factors = _size_and_factor(tl.maximum(bits - _ONE, 0))
-        a, b = _halves(x * factors[:, None])
-        return a, b, sizes
+        bits = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE
+        sizes, factors = _size_and_factor(tl.maximum(tl.max(bits, 1) - _ONE, 0))
+        x = x * factors[:, None]
+        a = tl.where(bits < 0, 0.0, x).to(tl.float16)
+        return a, (x - a.to(tl.float32)).to(tl.float16), sizes
     elif PRECISION == "bf16x3":
-        a = x.to(tl.bfloat16)
+        a = tl.where((x.to(tl.int32, bitcast=True) & _EXPONENT) == _EXPONENT, 0.0, x).to(tl.bfloat16)
         return a, (x - a.to(tl.float32)).to(tl.bfloat16), a
     else:
         return x, x, x

@@ -213,7 +213,7 @@ class Call:
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
         tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
-        is_short = kernel == "keys" and tile.block_m < LEAST_LONG_RUNS
+        is_short = kernel in ("keys", "sums") and tile.block_m < LEAST_LONG_RUNS
         if is_short and self.has_long_runs and self._takes_tensor_cores(kernel):
             # As many scores as before, so that it still fits.
             tile = tile._replace(block_m=LEAST_LONG_RUNS, block_n=tile.block_m * tile.block_n // LEAST_LONG_RUNS)

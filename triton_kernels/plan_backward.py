@@ -168,9 +168,10 @@ def plan_keys(
     distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
     leaves rows of no sequence as they are.
     """
-    tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None
+    only_sums = is_dense and dbias_kind == KEY_SUM.value and not (need_k or need_v)
+    tile = call.tile("sums" if only_sums else "keys")
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
@@ -189,11 +190,13 @@ def plan_keys(
     # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
     adds_parts = by_query_head or grid_tiles > tiles or (has_key_mask and small)
 
-    tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q, dout)
+    tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q)
+    dout_tma = tma and call.tma(dout)  # one column of zeros, for sums of probabilities, has no rows of 16 bytes
     bias_tma = tma and call.bias_tma()
     descriptors = []
     if tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
+    if dout_tma:
         descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     if bias_tma and bias is not None:
         descriptors.append(call.bias_descriptor(3, bias, tile))
@@ -211,6 +214,7 @@ def plan_keys(
         owners=owners,
         grid_tiles=grid_tiles,
         TMA=tma,
+        DOUT_TMA=dout_tma,
         BIAS_TMA=bias_tma,
         WIDE=call.wide(call.q, dout),
         PRECISION=call.precision_of("keys"),

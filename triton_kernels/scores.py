@@ -147,8 +147,8 @@ def exp_of(difference, BIASED: tl.constexpr):
 
 
 @triton.jit
-def exp_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
-    """Compute exp of scores less lse of their rows, both in base 2, or if BIASED natural.
+def exponents_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
+    """Compute log2(p), the scores less lse of their rows, from both in base 2, or if BIASED natural.
 
     If BIASED, great numbers are subtracted first, which is exact where they are nearly equal. Then `low_rows`, in base
     2, is added: minus what lse has below the steps of fp32. With HAS_LOW the forward pass has told it, and has rounded
@@ -162,7 +162,7 @@ def exp_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr,
             exponent = tl.fma(exponent, LOG2E, low_rows)
         else:
             exponent = tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL) + low_rows
-    return tl.math.exp2(exponent)
+    return exponent
 
 
 @triton.jit
@@ -185,14 +185,22 @@ def probabilities(
     s, lse_rows, low_rows, logits, AXIS: tl.constexpr,
     FEW_KEYS: tl.constexpr, HAS_SINK: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again.
+    """Compute p of a tile of scores, and log2(p) where p is not 0.
 
-    `lse_rows` of an empty row is inf.
+    With FEW_KEYS the tile has all keys of a row, and p is normalised again. `lse_rows` of an empty row is inf.
     """
-    p = exp_of_rows(s, lse_rows, low_rows, AXIS, BIASED, HAS_LOW)
+    exponents = exponents_of_rows(s, lse_rows, low_rows, AXIS, BIASED, HAS_LOW)
+    p = tl.math.exp2(exponents)
     if FEW_KEYS:
-        p = renormalize(p, row_totals(p, lse_rows, low_rows, logits, AXIS, HAS_SINK, BIASED), AXIS)
-    return p
+        totals = row_totals(p, lse_rows, low_rows, logits, AXIS, HAS_SINK, BIASED)
+        p, exponents = renormalize(p, totals, AXIS), less_totals(exponents, totals, AXIS)
+    return p, exponents
+
+
+@triton.jit
+def less_totals(exponents, totals, AXIS: tl.constexpr):
+    """Compute log2(p / total) from log2(p) and the total of each row, which is 0 where the row is empty."""
+    return exponents - tl.expand_dims(tl.math.log2(tl.where(totals > 0.0, totals, 1.0)), AXIS)
 
 
 @triton.jit
@@ -205,12 +213,25 @@ def sink_logits(sink, bias, strides, b, h, rows, shape, BIAS: tl.constexpr, HAS_
 
 
 @triton.jit
+def load_entropy_gradient(dentropy, at, row_ok):
+    """Load the gradient of the entropy of each row, in base 2, or 0 if the call has none.
+
+    Kernels load it next to delta, early, because a load where it is used would wait in each step.
+    """
+    if dentropy is not None:
+        return tl.load(dentropy + at, mask=row_ok, other=0.0) * LN2
+    else:
+        return 0.0
+
+
+@triton.jit
 def score_gradients(
-    p, dp, d, dentropy, at, row_ok, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr
-):
+    p, exponents, dp, d, g, few,
+    AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+):  # fmt: skip
     """Compute ds = p * (dp - delta), and return delta as the second result.
 
-    `dentropy` has the gradient g of the entropy of each row, at places `at`, where it is not None: ds loses g p ln p.
+    With HAS_ENTROPY `g` is from `load_entropy_gradient` and `exponents` are log2(p): ds loses g p log2(p).
     With FEW_KEYS, or with `few` for one sequence, the tile has all keys, and delta gets the sum of p * dp here.
     """
     if FEW_KEYS:
@@ -218,7 +239,7 @@ def score_gradients(
     elif SEQUENCES != NO_SEQUENCES:
         if few:  # a branch: the sum costs each step a tenth of its time
             d += tl.sum(p * dp, AXIS)
-    ds = p * (dp - tl.expand_dims(d, AXIS))
-    if dentropy is not None:
-        ds -= tl.expand_dims(tl.load(dentropy + at, mask=row_ok, other=0.0), AXIS) * times_log(p)
-    return ds, d
+    dp -= tl.expand_dims(d, AXIS)
+    if HAS_ENTROPY:
+        dp -= tl.expand_dims(g, AXIS) * tl.where(p > 0.0, exponents, 0.0)
+    return p * dp, d

@@ -16,7 +16,15 @@ import triton.language as tl
 
 from .bias_forms import ROW_BIAS, row_values
 from .dropout import is_kept
-from .scores import exp_of_rows, row_totals, scaled, score_gradients, sink_logits
+from .scores import (
+    exponents_of_rows,
+    less_totals,
+    load_entropy_gradient,
+    row_totals,
+    scaled,
+    score_gradients,
+    sink_logits,
+)
 from .sequences import NO_SEQUENCES
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, lse_less, renormalize, split_lse
@@ -95,7 +103,7 @@ def short_backward_kernel(
     """Compute gradients from one tile of scores, for each head of a walk.
 
     With ALL_KEYS the tile has whole rows, and dq is made. Else it has whole columns, and reads what the first run has
-    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exp_of_rows` takes off so that p sums to 1. A tile
+    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exponents_of_rows` takes off so that p sums to 1. A tile
     of whole rows and columns makes all gradients.
 
     dq, dk, dv (B, L, H, D) are contiguous. So is dbias: (B, Hq, Lq, Lk), or slots (chunks, Bb, Hb, Lq, Lk) in fp32, or
@@ -151,6 +159,7 @@ def short_backward_kernel(
             BLOCK_M, BLOCK_DV, False, WIDE, True, PAD_DV,
         )  # fmt: skip
         line = (b * shape.num_heads + h) * shape.seqlen_q + rows
+        g = load_entropy_gradient(dentropy, line, row_ok)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         s = tl.fma(s, factor, base)
@@ -169,10 +178,11 @@ def short_backward_kernel(
             if not BIASED:
                 lse_rows = lse_rows * LOG2E
             lse_rows = tl.where(empty, float("inf"), lse_rows)  # exp(-inf - -inf) is NaN
-            p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, IS_WIDE)
+            exponents = exponents_of_rows(s, lse_rows, low_rows, 1, BIASED, IS_WIDE)
+            p = tl.math.exp2(exponents)
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
             total = row_totals(p, lse_rows, low_rows, logits, 1, HAS_SINK, BIASED)
-            p = renormalize(p, total, 1)
+            p, exponents = renormalize(p, total, 1), less_totals(exponents, total, 1)
             d = tl.sum(p * dp, 1)
             if HAS_DLSE:
                 at = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
@@ -189,14 +199,15 @@ def short_backward_kernel(
             if BIASED:
                 lse_rows = tl.load(lse + line, mask=row_ok, other=float("-inf")).to(tl.float32)
                 lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows)
-            p = exp_of_rows(s, lse_rows, divisor, 1, BIASED, IS_WIDE)
+            exponents = exponents_of_rows(s, lse_rows, divisor, 1, BIASED, IS_WIDE)
+            p = tl.math.exp2(exponents)
         if NEED_V:
             weights = p
             if DROPOUT:
                 weights = tl.where(kept, p * tl.cast(dropout.scale, tl.float32), 0.0)
             dv_tile = tl.dot(tl.trans(weights.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
             store_rows(dv, dv_tile, b, h, keys, shape.seqlen_k, shape.num_heads, dims_v, shape.head_dim_v)
-        ds, _ = score_gradients(p, dp, d, dentropy, line, row_ok, False, 1, False, NO_SEQUENCES)
+        ds, _ = score_gradients(p, exponents, dp, d, g, False, 1, False, NO_SEQUENCES, dentropy is not None)
         if DBIAS == SLOTS:
             acc += ds
         elif DBIAS == KEY_SUM:
