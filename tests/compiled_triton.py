@@ -87,6 +87,7 @@ class Variant:
     heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
     outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
+    only_bias: bool = False  # whether no other input needs a gradient
     aux: bool = False  # whether largest scores and entropies are asked for, and entropies have a gradient
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -146,12 +147,12 @@ class Variant:
         return call
 
 
-def run_plans(call: Call, launch: Callable[..., None]) -> None:
+def run_plans(call: Call, launch: Callable[..., None], only_bias: bool = False) -> None:
     """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
     key = key_of(call)
-    needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
+    needs_grad = NeedsGrad(bias=True) if only_bias else NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse, rows = lse_of(q, bias), lse_of(q, None)
     asked, sent = (rows,) * (call.flags.max_scores + call.flags.entropy), SentEntropy()
@@ -337,7 +338,7 @@ def jobs_of(variant: Variant, arch: str) -> list[Job]:
     if isinstance(variant, SequenceVariant):
         run_sequence_plans(variant, arch, record)
     else:
-        run_plans(variant.call(arch), record)
+        run_plans(variant.call(arch), record, variant.only_bias)
     return jobs
 
 

@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"96 {form}": {"head_dim": 96, **FORMS[form]} for form in ("plain", "full", "tiles, per key")},
     "128 grouped": {"head_dim": 128, "num_heads_k": 4, "is_causal": True},
     "128 softcap": {"head_dim": 128, "softcap": 20.0},
+    **{f"{d} sums": {"head_dim": d, "bias": ("B", "Hk", "1", "Lk"), "only_bias": True} for d in (128, 256)},
     "64 fp16, fp32 bias": {"head_dim": 64, "dtype": torch.float16, "bias": FULL, "bias_dtype": torch.float32},
     # Few queries: keys in shares. Few keys: queries in shares.
     "128 one query": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536},
@@ -97,7 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "128 one tile": {"head_dim": 128, **sizes(64, 64, 50), "is_causal": True},
     "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
-    **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256, 512)},
+    **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (32, 64, 128, 256, 512)},
     # Too few queries for products of pieces.
     **{
         f"{d} fp32, few queries": {**FEW_QUERIES, "head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS}

@@ -16,7 +16,8 @@ from .tile_ops import BAND, KEYS, TILES
 class Tile(NamedTuple):
     """Queries and keys of a tile, warps of a program, and stages of its pipeline.
 
-    `edge_stages` are the stages of the loop over blocks that need a mask check; 0 means `num_stages`.
+    `edge_stages` are the stages of the loop over blocks that need a mask check; 0 means `num_stages`. `registers` is the
+    most that a thread may have, so that more programs fit on an SM; 0 leaves it to the compiler.
     """
 
     block_m: int
@@ -24,11 +25,13 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     edge_stages: int = 0
+    registers: int = 0
 
     @property
     def options(self) -> dict[str, int]:
         """Return the options that Triton compiles a kernel with."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
 
 
 # The key of a row is the largest padded head dim that it serves. Measured on an H200 (torch 2.11, Triton 3.6) by
@@ -180,8 +183,13 @@ _PIECES = {
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.228; 0.270 for 64x32
 }
 _PIECES_STORED = {
-    "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2)},  # plain 0.545; 0.606 with two stages
-    "biased forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.122; 0.127 for 128x64 at 8 warps
+    # plain 0.507; 0.575 for 64x64 at 4 warps with three stages
+    "forward": {64: Tile(128, 64, 8, 2, registers=128), 128: Tile(64, 32, 4, 2)},
+    "biased forward": {
+        32: Tile(64, 64, 4, 2, registers=168),  # triangle 384,4,384,32 0.588; 0.708 without the bound
+        64: Tile(128, 64, 8, 3),  # af3 0.118; 0.132 for 64x64 at 4 warps
+        128: Tile(64, 32, 4, 2),
+    },
     # plain 1.105, d128 0.623; 1.198 and 0.745 for 32x64
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(64, 128, 8, 1)},
     "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 1)},  # plain 0.685, d128 0.435; 0.749, 0.470 for 8 warps
@@ -410,6 +418,8 @@ def tile_of(
             return _row(_SM90_SUMS, block_d)
         kernel = "keys"
     if runs_on_pieces(precision):
+        if kernel == "forward" and arch != "sm_90":
+            stored = False  # the tiles for stored pieces spill there
         if stored and kernel == "forward" and bias in READ_BY_SCORE:
             kernel = "biased forward"
         is_small = arch in ("sm_80", "sm_100") or (kernel == "keys" and bias == BANDED.value)
