@@ -226,9 +226,7 @@ def backward_bias_kernel(
             if DROPOUT:
                 stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
                 dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
-            acc += score_gradients(
-                p, exponents, dp, d, g, at.few, 1, FEW_KEYS, SEQUENCES, dentropy is not None
-            )[0]
+            acc += score_gradients(p, exponents, dp, d, g, at.few, 1, FEW_KEYS, SEQUENCES, dentropy is not None)[0]
     if PACKED_ROWS:
         line = ((slot * bias_heads + owner).to(tl.int64) * layout.rows_q + first_stored + rows)[
             :, None

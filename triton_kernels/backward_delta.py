@@ -1,8 +1,8 @@
 """The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
 
-lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: `exponents_of_rows`
-says why. The second and delta are pairs in a tensor of 64 bits. A bias of one value per query is taken off here, so
-that no other kernel reads it.
+lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers, for which
+`exponents_of_rows` gives the reason. The second and delta are pairs in a tensor of 64 bits. A bias of one value per
+query is taken off here, so that no other kernel reads it.
 
 With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
 from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.

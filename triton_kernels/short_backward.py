@@ -103,8 +103,8 @@ def short_backward_kernel(
     """Compute gradients from one tile of scores, for each head of a walk.
 
     With ALL_KEYS the tile has whole rows, and dq is made. Else it has whole columns, and reads what the first run has
-    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exponents_of_rows` takes off so that p sums to 1. A tile
-    of whole rows and columns makes all gradients.
+    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exponents_of_rows` takes off so that p sums to 1. A
+    tile of whole rows and columns makes all gradients.
 
     dq, dk, dv (B, L, H, D) are contiguous. So is dbias: (B, Hq, Lq, Lk), or slots (chunks, Bb, Hb, Lq, Lk) in fp32, or
     sums (B, Hq, Lk) in fp32.

@@ -251,7 +251,7 @@ def lse_less(lse, values):
 
 @triton.jit
 def load_low_delta(low_delta, delta, at, row_ok):
-    """Load `low_rows` of `exponents_of_rows`, and delta: as pairs of 64 bits, or delta alone where nobody told the former."""
+    """Load `low_rows` of `exponents_of_rows`, and delta: pairs of 64 bits, or delta where the former is unknown."""
     if low_delta is not None:
         pairs = tl.load(low_delta + at, mask=row_ok, other=0)
         low_rows = pairs.to(tl.int32).to(tl.float32, bitcast=True)

@@ -16,8 +16,8 @@ from .tile_ops import BAND, KEYS, TILES
 class Tile(NamedTuple):
     """Queries and keys of a tile, warps of a program, and stages of its pipeline.
 
-    `edge_stages` are the stages of the loop over blocks that need a mask check; 0 means `num_stages`. `registers` is the
-    most that a thread may have, so that more programs fit on an SM; 0 leaves it to the compiler.
+    `edge_stages` are the stages of the loop over blocks that need a mask check; 0 means `num_stages`. `registers` is
+    the most that a thread may have, so that more programs fit on an SM; 0 leaves it to the compiler.
     """
 
     block_m: int
