@@ -147,7 +147,7 @@ def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[Non
         mock.patch.object(tile_table, "_PIECES", pieces),
         mock.patch.object(tile_table, "_PIECES_STORED", pieces),
         mock.patch.object(plan_forward, "LEAST_TO_PACK_FORWARD", 1),
-        mock.patch.object(plan_forward, "LEAST_NARROW_TO_PACK", 1),
+        mock.patch.object(plan_forward, "LEAST_TO_PACK", 1),
         mock.patch.object(plan_backward, "LEAST_TO_PACK", 1),
         mock.patch.object(plan, "LEAST_PAIRS_TO_PACK", 1 if stored else 2**62),
         mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),

@@ -28,8 +28,8 @@ MOST_FEW_KEYS = 32
 # The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
 # From so many queries and keys, and so many pairs of all heads on, pieces of fp32 are stored: docs/notes/triton.md.
-# Forward passes of narrow heads, up to a padded head dim of 32, store them from the third number on.
-LEAST_TO_PACK_FORWARD, LEAST_TO_PACK, LEAST_NARROW_TO_PACK, LEAST_PAIRS_TO_PACK = 512, 256, 384, 2**21
+# The first number is of forward passes, but for padded head dims up to 32, which take the second as gradients do.
+LEAST_TO_PACK_FORWARD, LEAST_TO_PACK, LEAST_PAIRS_TO_PACK = 512, 384, 2**21
 
 
 # The largest scores and the entropies of a call that asks for neither.

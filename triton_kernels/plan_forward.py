@@ -15,7 +15,7 @@ from .bias_forms import has_flat_blocks
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
 from .kernel_launch import Launch, by_name
-from .plan import LEAST_NARROW_TO_PACK, LEAST_TO_PACK_FORWARD, NO_ROWS, Call, num_kv_splits, read_of, rows_of_flags
+from .plan import LEAST_TO_PACK, LEAST_TO_PACK_FORWARD, NO_ROWS, Call, num_kv_splits, read_of, rows_of_flags
 from .plan_packed import plan_pieces
 from .tile_ops import KEYS, TILES, Shape
 from .tile_table import Tile
@@ -30,7 +30,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 def plan_forward(call: Call) -> Callable[..., None]:
     """Plan the results of one class of calls: run(x, out, lse, *rows)."""
-    least = LEAST_NARROW_TO_PACK if max(call.block_d, call.block_dv) <= 32 else LEAST_TO_PACK_FORWARD
+    least = LEAST_TO_PACK if max(call.block_d, call.block_dv) <= 32 else LEAST_TO_PACK_FORWARD
     call.packed = frozenset(("k", "v") if call.packs_pieces(least) else ())
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
