@@ -99,7 +99,7 @@ class Call:
         self.num_heads_k = num_heads_k
         # The padded head dims are equal, or both at least 64. With 32 and 16, the forward kernel that Triton 3.6 makes
         # for unaligned rows reads beyond its shared memory (shown by compute-sanitizer on an H200), and out is wrong.
-        padded_d, padded_dv = _padded(head_dim), _padded(head_dim_v)
+        padded_d, padded_dv = padded_dim(head_dim), padded_dim(head_dim_v)
         self.block_d, self.block_dv = max(padded_d, min(padded_dv, 64)), max(padded_dv, min(padded_d, 64))
         self.pads = (self.block_d != head_dim, self.block_dv != head_dim_v)
         properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
@@ -371,7 +371,7 @@ def row_strides(**tensors: Tensor) -> dict[str, Strides]:
     return {f"{name}_strides": Strides(*x.stride()[:3]) for name, x in tensors.items()}
 
 
-def _padded(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 

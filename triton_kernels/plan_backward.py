@@ -25,7 +25,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
-from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, read_of, row_strides
+from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, padded_dim, read_of, row_strides
 from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
@@ -172,6 +172,8 @@ def plan_keys(
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None
     only_sums = is_dense and dbias_kind == KEY_SUM.value and not (need_k or need_v)
     tile = call.tile("sums" if only_sums else "keys")
+    # Few columns of v, as sums of probabilities have, are not padded to those of k here.
+    block_dv = padded_dim(shape.head_dim_v) if only_sums else call.block_dv
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
@@ -197,7 +199,7 @@ def plan_keys(
     if tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     if dout_tma:
-        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, block_dv))
     if bias_tma and bias is not None:
         descriptors.append(call.bias_descriptor(3, bias, tile))
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
@@ -213,6 +215,8 @@ def plan_keys(
         mask_strides=call.mask_strides(columns=True),
         owners=owners,
         grid_tiles=grid_tiles,
+        BLOCK_DV=block_dv,
+        PAD_DV=block_dv != shape.head_dim_v,
         TMA=tma,
         DOUT_TMA=dout_tma,
         BIAS_TMA=bias_tma,
