@@ -50,7 +50,7 @@ else:
     from . import biases, masks, sequences, statistics
     from .api import attention
     from .backends.protocol import Backend
-    from .definition import load_with
+    from .definition import set_dtensor_loader
     from .dispatch.config import BackendChoice, config
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import (
@@ -80,7 +80,7 @@ else:
 
         return dtensor
 
-    load_with(_load_dtensor)
+    set_dtensor_loader(_load_dtensor)
 
 
 def __dir__() -> list[str]:

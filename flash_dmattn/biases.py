@@ -74,7 +74,7 @@ class Relative(NamedTuple):
         tensor([[[1, 2, 3],
                  [1, 1, 2]]])
         """
-        return _dense(self, seqlen_q, seqlen_k)
+        return _matrix(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -109,7 +109,7 @@ class Band(NamedTuple):
         Raises:
             ValueError: the values have other than seqlen_q rows.
         """
-        return _dense(self, seqlen_q, seqlen_k)
+        return _matrix(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -331,10 +331,12 @@ def require_dense_bias(bias: object, where: str) -> None:
         )
 
 
-def _dense(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+def _matrix(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Make the matrix of a bias by distance, (*batch, Hv, Lq, Lk)."""
     values, numbers = split(bias)
     assert numbers is not None
-    integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
+    integer("seqlen_q", seqlen_q)
+    integer("seqlen_k", seqlen_k)
     if numbers.has_rows and values.shape[-2] != seqlen_q:
         raise ValueError(f"bias.values has {values.shape[-2]} queries; it needs seqlen_q of them, {seqlen_q}")
     if numbers.outside == "error":

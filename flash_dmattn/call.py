@@ -15,6 +15,7 @@ from torch.autograd import forward_ad, profiler
 from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ListBias, split
+from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, blocks, process
@@ -44,9 +45,8 @@ from .problem import (
 )
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
-from .remembered import Remembered
 from .sequences import Sequences
-from .sequences.layout import check_and_lay_out
+from .sequences.layout import check_and_describe
 from .sequences.padding import Jagged
 from .validation import PreparedCall, describe, follow_autocast, follows_warn_only, refuse_dtensors
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .validation import Mask
 
 # A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
-plans: Remembered[Plan] = Remembered(1024)
+plans: ClockCache[Plan] = ClockCache(1024)
 on_change.append(plans.clear)
 
 
@@ -87,7 +87,7 @@ def prepare_call(
             has_rows = None if by_distance is None else by_distance.has_rows
             q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
     if sequences is not None:
-        spec, where = check_and_lay_out(sequences, q, k, v, mask)
+        spec, where = check_and_describe(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
     q, k, v = follow_autocast(q, k, v)
     if is_transform_traced():
@@ -209,7 +209,7 @@ def _plan_for(
     if active_blocks.fallback is not None:
         plan = replace(plan, fallback=active_blocks.fallback)
     if is_plain and key is not None:
-        plans.keep(key, plan)
+        plans.put(key, plan)
     return plan, mask, bias
 
 

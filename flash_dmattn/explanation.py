@@ -120,7 +120,7 @@ class Explanation:
         return {
             "problem": str(self.problem),
             "requested": self.requested,
-            "elsewhere": self.problem.elsewhere,
+            "is_hypothetical": self.problem.is_hypothetical,
             **{name: getattr(self, name) for name in ("forward", "backward", "tangents", "error", "profile")},
             "copies": list(self.copies),
             "backends": {
@@ -144,8 +144,8 @@ class Explanation:
 
         Where a backend does not run on the call's device, the table has only that reason; `verdicts` has all.
         """
-        elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
-        lines = [elsewhere] if self.problem.elsewhere else []
+        hypothetical = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
+        lines = [hypothetical] if self.problem.is_hypothetical else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
         gpu = (
             ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
@@ -278,7 +278,7 @@ def _moved(problem: AttentionProblem, device: str) -> AttentionProblem:
     """Describe the same call on "cpu", or on a GPU of an architecture."""
     arch = parse_arch(device)
     kind = "cpu" if arch == "cpu" else "cuda"
-    return problem._replace(device=kind, arch=arch, elsewhere=arch != "cpu" and not gpu_names(arch))
+    return problem._replace(device=kind, arch=arch, is_hypothetical=arch != "cpu" and not gpu_names(arch))
 
 
 def parse_arch(name: str) -> str:

@@ -35,7 +35,7 @@ from .problem import (
     TensorSpec,
     allowed_pairs,
     describe_tensors,
-    spec_of,
+    tensor_spec,
     unpacked_spec,
 )
 from .problem.inputs import Inputs, Saved, as_arrived, result_in_rows
@@ -386,7 +386,7 @@ def _describe_mask(mask: MaskView, seqlen_q: int, seqlen_k: int, spec: SequenceS
         return None
     first = mask.tensors[0]
     if form == "dense":
-        return spec_of(first)
+        return tensor_spec(first)
     if form == "tree":
         number, tokens, _ = first.shape
         return unpacked_spec((number, 1, tokens, tokens))

@@ -40,7 +40,7 @@ from .problem import (
     dtype_name,
     packing_of,
     replaced,
-    spec_of,
+    tensor_spec,
     unpacked_spec,
 )
 from .problem.inputs import Inputs, in_rows
@@ -191,7 +191,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         one_mask_row=one_mask_row,
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
-        chosen=is_list_bias,
+        is_list_bias=is_list_bias,
         allows_tf32=allows_tf32(q.dtype),
         max_scores=check_flag("max_scores", raw_flags.max_scores),
         entropy=check_flag("entropy", raw_flags.entropy),
@@ -314,7 +314,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
         packing = packing_of(name, x.shape, sizes.sequences)
         x = as_scores(x)
         check_scores(name, x.shape, packing, sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
-        return x, spec_of(x), packing
+        return x, tensor_spec(x), packing
     if x.dim() not in (2, 3, 4):
         raise ValueError(
             f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
@@ -322,7 +322,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
         )
     x = as_scores(x)
     sizes.check_broadcast(name, x.shape)
-    return x, spec_of(x), _UNPACKED
+    return x, tensor_spec(x), _UNPACKED
 
 
 def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:

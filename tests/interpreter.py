@@ -139,11 +139,11 @@ def dot_of_tensor_cores(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHan
 
 
 @contextmanager
-def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[None]:
-    """Have calls in fp32 multiply as a word of `precision.py` says, on tiles of this size, pieces maybe stored."""
+def on_tensor_cores(precision: str, tile: Tile, stored: bool = False) -> Iterator[None]:
+    """Have calls in fp32 multiply with a precision of `precision.py`, on tiles of this size, pieces maybe stored."""
     pieces = {kernel: {256: tile} for kernel in tile_table._PIECES_STORED}
     with (
-        mock.patch.object(plan, "precision_of", lambda *_: word),
+        mock.patch.object(plan, "select_precision", lambda *_: precision),
         mock.patch.object(tile_table, "_PIECES", pieces),
         mock.patch.object(tile_table, "_PIECES_STORED", pieces),
         mock.patch.object(plan_forward, "LEAST_TO_PACK_FORWARD", 1),

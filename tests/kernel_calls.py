@@ -29,9 +29,9 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.backends.triton import passes as triton_passes
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.dispatch.selection import passes_of
-from flash_dmattn.remembered import Remembered
 
 FULL, TILES, EVERY_KEY = ("B", "Hq", "Lq", "Lk"), ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")
 SHARED_BY_ENTRIES, SHARED_BY_ALL = ("1", "Hq", "Lq", "Lk"), ("1", "1", "Lq", "Lk")
@@ -211,7 +211,7 @@ def launched(calls: Iterable[Sanitized]) -> Iterator[tuple[Sanitized, Reached]]:
     with (
         mock.patch.object(plan.Call, "__init__", on_an_h200),
         mock.patch.object(kernel_launch.Launch, "__call__", record),
-        mock.patch.object(launch, "plans", Remembered(4096)),
+        mock.patch.object(launch, "plans", ClockCache(4096)),
         replaced("triton", rules=rules_without("triton", "device")),
     ):
         for call in calls:

@@ -410,7 +410,7 @@ def run_on(
         tiles: hand it the mask as tiles.
         deterministic: as in `attention`.
     """
-    spec, f = call.sequences.spec(call.q, call.k, call.v), call.flags
+    spec, f = call.sequences.describe(call.q, call.k, call.v), call.flags
     packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]

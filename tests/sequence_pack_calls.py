@@ -48,7 +48,7 @@ def draw(number: int) -> PackCall:
     is_loose = number % 10 > 0
     call = sequence_calls.draw(number, rng.choice(LAYOUTS), LENGTHS, (torch.float32,), (1,), is_loose=is_loose)
     spec, bounds = (
-        call.sequences.spec(call.q, call.k, call.v),
+        call.sequences.describe(call.q, call.k, call.v),
         torch.tensor(call.lengths, dtype=torch.int32).view(-1, 4),
     )
     max_q, max_k, count = spec.max_seqlen_q, spec.max_seqlen_k, spec.number

@@ -313,7 +313,7 @@ def test_plans_are_made_anew_when_other_tiles_are_preferred() -> None:
     from flash_dmattn.triton_kernels.launch import plans
 
     for change in (profiles.forget, lambda: preferred_tiles.prefer(profiles.tiles_in_force)):
-        plans.keep("a call", lambda: None)
+        plans.put("a call", lambda: None)
         change()
         assert "a call" not in plans
 

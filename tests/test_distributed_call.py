@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.biases import Band, ListBias, Relative
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.distributed import (
     SequenceLayout,
     ShardedMask,
@@ -32,7 +33,6 @@ from flash_dmattn.distributed.exchange import sum_gradient
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import IndexScores, PreparedMask
 from flash_dmattn.problem import RawFlags
-from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
 
@@ -454,7 +454,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each choice that is made anew."""
     made: list[int] = []
     choose = parallel_call._choose_pair
-    monkeypatch.setattr(parallel_call, "_pairs", Remembered(16))
+    monkeypatch.setattr(parallel_call, "_pairs", ClockCache(16))
     monkeypatch.setattr(
         parallel_call, "_choose_pair", lambda problems, backend: made.append(1) or choose(problems, backend)
     )

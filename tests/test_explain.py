@@ -197,10 +197,10 @@ def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: py
             codes = {reason.code for verdict in actual.verdicts for reason in verdict.reasons}
             assert ("unavailable" in codes) is not elsewhere
             assert actual.forward == ("cuda" if elsewhere else None)
-            assert (actual.error is None) is actual.to_dict()["elsewhere"] is elsewhere
+            assert (actual.error is None) is actual.to_dict()["is_hypothetical"] is elsewhere
             told = "no GPU of this machine is sm_90: all backends count as installed there"
             assert (told in str(actual).splitlines()) is elsewhere
-    assert not explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
+    assert not explain_problem((1, 8, 2, 16), device="cpu").problem.is_hypothetical
 
 
 @pytest.mark.parametrize("dims", [(), (3,)], ids=["", "leading dims"])

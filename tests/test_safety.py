@@ -20,9 +20,9 @@ from gpu_calls import Products
 
 import flash_dmattn
 from flash_dmattn.biases import ListBias, Relative
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.call import plans
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.remembered import Remembered
 from flash_dmattn.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -341,8 +341,8 @@ def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
 
 def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of ever new shapes: once the caches are full, 1,500 more leave no object and no memory."""
-    for table in (x for x in gc.get_objects() if type(x) is Remembered):
-        monkeypatch.setattr(table, "most", min(table.most, 256))
+    for table in (x for x in gc.get_objects() if type(x) is ClockCache):
+        monkeypatch.setattr(table, "most", min(table.max_size, 256))
     gc.freeze()  # what a worker holds already, which takes seconds to look through
 
     def step(number: int) -> None:

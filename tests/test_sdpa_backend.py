@@ -363,7 +363,7 @@ def test_packed_sequences_around_the_operators_of_gpus(
     call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
     explanation = flash_dmattn.explain(*leaves, **call, backend="sdpa", device="sm_80")
     assert (explanation.forward, explanation.backward) == ("sdpa", "sdpa")
-    _, view = sequences.lay_out(q, k, v)
+    _, view = sequences.describe_with_view(q, k, v)
     x = Operands(*(t.detach()[None] for t in leaves), sequences=view)
     problem = explanation.problem
     out, lse = backend.BACKEND.plan_forward(problem)(x)
@@ -396,7 +396,7 @@ def test_packed_sequences_on_a_gpu(rows: str, heads_k: int, dim: int, dtype: tor
     sequences = Sequences.packed(*cu, max_seqlen_q=most, max_seqlen_k=640, **used)
     q, dout = torch.randn(2, 777, 4, dim, dtype=dtype, device=DEVICE)
     k, v = torch.randn(2, 1200, heads_k, dim, dtype=dtype, device=DEVICE)
-    _, view = sequences.lay_out(q, k, v)
+    _, view = sequences.describe_with_view(q, k, v)
     inside_q, inside_k = (
         token_places(view.bounds[:, side].repeat(1, 2), 1, len(x), is_packed=True).is_used
         for side, x in (((0, 1), q), ((2, 3), k))

@@ -149,7 +149,7 @@ def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
     sequences = Sequences.packed(torch.tensor([0, 200, 500]), max_seqlen_q=300)
     q, mask = torch.zeros(500, 2, 16), torch.rand(2, 500, 300) < 0.3
     problem = flash_dmattn.explain(q, q, q, mask, is_causal=True, sequences=sequences).problem
-    view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.lay_out(q, q, q)[1])
+    view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.describe_with_view(q, q, q)[1])
     tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
     assert view.form == "sequence_tiles" and all(map(torch.equal, view.tensors, tiles.tensors))
 

@@ -263,11 +263,11 @@ def test_a_traced_layout_asks_for_no_capture(monkeypatch: pytest.MonkeyPatch) ->
     """Compilers cannot trace the question, and a fake tensor of a GPU stands for theirs."""
     asked: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True))
-    monkeypatch.setattr(Sequences, "_laid_out", lambda *_: None)  # which a torch without CUDA cannot trace on a GPU
+    monkeypatch.setattr(Sequences, "_make_view", lambda *_: None)  # which a torch without CUDA cannot trace on a GPU
     with FakeTensorMode():
         edges = torch.empty(3, dtype=torch.int32, device="cuda")
         q = torch.empty(8, 2, 16, device="cuda")
-        Sequences.packed(edges, max_seqlen_q=5).lay_out(q, q, q)
+        Sequences.packed(edges, max_seqlen_q=5).describe_with_view(q, q, q)
     assert asked == []
 
 
@@ -336,15 +336,15 @@ def test_each_table_alone_is_followed(kind: str, name: str, dtype: torch.dtype, 
         changed: Any = getattr(sequences, name)
         if writer == "NumPy":
             changed = changed.numpy()
-        kept = sequences.lay_out(q, k, k)[1]
-        assert sequences.lay_out(q, k, k)[1] is kept
+        kept = sequences.describe_with_view(q, k, k)[1]
+        assert sequences.describe_with_view(q, k, k)[1] is kept
         before = [x.clone() for x in kept.tensors]
         if writer == "NumPy, later":
             changed = changed.numpy()
         changed[(1, 0) if changed.ndim == 2 else 1] -= 1
-        view = sequences.lay_out(q, k, k)[1]
-        assert view is not kept and sequences.lay_out(q, k, k)[1] is view
-        anew = replace(sequences).lay_out(q, k, k)[1]
+        view = sequences.describe_with_view(q, k, k)[1]
+        assert view is not kept and sequences.describe_with_view(q, k, k)[1] is view
+        anew = replace(sequences).describe_with_view(q, k, k)[1]
         assert all(torch.equal(x, y) for x, y in zip(view.tensors, anew.tensors, strict=True))
         assert not all(torch.equal(x, y) for x, y in zip(view.tensors, before, strict=True))
 
@@ -371,7 +371,7 @@ def test_bounds_never_leave_the_tensors(seed: int) -> None:
 
     sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
     spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
-    bounds = sequences.bounds_of(spec)
+    bounds = sequences.make_bounds(spec)
     assert bounds.dtype == torch.int32
     for column, rows in ((0, rows_q), (2, rows_k)):
         first, length = bounds[:, column].long(), bounds[:, column + 1].long()
@@ -674,8 +674,8 @@ def test_no_bound_reaches_into_a_pool_without_pages() -> None:
     """Kernels take the nearest page that there is: of none there is no nearest."""
     pool = torch.zeros(0, 4, 2, 16)
     sequences = Sequences("paged", seqlens_k=cu(5), block_table=torch.zeros(1, 2, dtype=torch.int32))
-    spec = sequences.spec(torch.zeros(1, 1, 2, 16), pool, pool)
-    assert sequences.bounds_of(spec).tolist() == [[0, 1, 0, 0]]
+    spec = sequences.describe(torch.zeros(1, 1, 2, 16), pool, pool)
+    assert sequences.make_bounds(spec).tolist() == [[0, 1, 0, 0]]
 
 
 def test_what_sequences_share_is_summed_in_fp32() -> None:

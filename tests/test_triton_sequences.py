@@ -69,7 +69,7 @@ def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
     seen: set[object] = set()
     for number in range(400):
         call = draw(number, None, (0, 1, 31, 33, 65), (torch.float32,), is_loose=True)
-        spec = call.sequences.spec(call.q, call.k, call.v)
+        spec = call.sequences.describe(call.q, call.k, call.v)
         seen.add(spec.layout)
         for name in ("mask", "bias"):
             x = getattr(call, name)

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_dmattn.remembered import Remembered
+from flash_dmattn.caches import ClockCache
 
 _runtime = knobs.runtime
 
@@ -275,7 +275,7 @@ class Launch:
                     self.by_driver = plan_driver_call(compiled, self.kernel.arg_names, arguments, self.grid, sent)
 
 
-_launches: Remembered[Launch] = Remembered(4096)
+_launches: ClockCache[Launch] = ClockCache(4096)
 
 
 def launch(
@@ -291,4 +291,4 @@ def launch(
     key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, types)
     options = {"num_warps": num_warps}
     with on_device(tensors[0]):
-        _launches.find(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)
+        _launches.get_or_make(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)

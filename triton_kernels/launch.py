@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.problem.inputs import Inputs, Saved, in_rows
 from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy
-from flash_dmattn.remembered import Remembered
 
 from . import plan_sequences
 from .kernel_launch import on_device
@@ -36,7 +36,7 @@ def forward(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor, flags: Flags) ->
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_forward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         key = ("forward", x.mask.form, flags, *signature(*tensors_of(x)))
-        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, *rows)
+        plans.get_or_make(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, *rows)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
@@ -111,7 +111,7 @@ def backward(
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         tensors = (*tensors_of(x), dout, dlse, out, lse, sent.gradient)
         key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors))
-        plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
+        plan = plans.get_or_make(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
         return plan(Saved(x, out, lse), dout, dlse, sent)
 
 
@@ -137,7 +137,7 @@ def _with_out_in_fp32(saved: Saved, flags: Flags) -> Saved:
 
 # Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
 # to the tensors of the call that it was made for.
-plans: Remembered[Callable[..., Any]] = Remembered(4096)
+plans: ClockCache[Callable[..., Any]] = ClockCache(4096)
 on_change.append(plans.clear)
 
 

@@ -31,7 +31,7 @@ from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, li
 from .list_tiles import ListKernel, list_tile, members_of_program
 from .plan import MOST_FEW_KEYS, rows_of_flags
 from .plan_forward import empty_parts, num_key_shares, parts_of_rows, plan_combine
-from .precision import whole_precision
+from .precision import unsplit_precision
 from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile
@@ -161,7 +161,7 @@ class ListCall:
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
             "WIDE": span > 2**31 - 1,
-            "PRECISION": whole_precision(q.dtype, self.arch, flags.allows_tf32),
+            "PRECISION": unsplit_precision(q.dtype, self.arch, flags.allows_tf32),
         }
 
     @property
@@ -278,7 +278,7 @@ def list_forward(
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
-        plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)
+        plans.get_or_make(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)
     return out.transpose_(1, 2), lse, *rows
 
 
@@ -361,7 +361,7 @@ def list_backward(
             tiles or {},
             reads_once,
         )
-        return plans.find(key, make)(*tensors, inverse, sent)
+        return plans.get_or_make(key, make)(*tensors, inverse, sent)
 
 
 def plan_list_backward(
@@ -454,7 +454,7 @@ def plan_list_backward(
         written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
         rows = (dout, lse, delta, sent.gradient)
 
-        def run_queries(kept: Kept) -> None:
+        def run_queries(kept: ChunkRows) -> None:
             if by_pairs:
                 launch_pairs(
                     q, k, v_or_k, keys, count, slots_or, values_or, bias_or, *rows, *written[2:],
@@ -469,7 +469,7 @@ def plan_list_backward(
 
         dk = dv = None
         if keep == NOTHING.value:
-            run_queries(Kept(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
+            run_queries(ChunkRows(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, rows, *lists)
@@ -490,7 +490,7 @@ def plan_list_backward(
     return run
 
 
-class Kept(NamedTuple):
+class ChunkRows(NamedTuple):
     """The last arguments of the kernel of queries: where it keeps rows or pairs of a chunk for the gradients of keys.
 
     `words`, `before` and `offsets` give each row its place. `rows` gets the rows, or with PAIRS p, and `ds` gets ds.
@@ -575,7 +575,7 @@ def _plan_rows(
 
     def run(
         q: Tensor, k: Tensor, keys: Tensor, count: Tensor, dout: Tensor, dq: Tensor | None,
-        run_queries: Callable[[Kept], None],
+        run_queries: Callable[[ChunkRows], None],
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         device = q.device
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
@@ -592,7 +592,7 @@ def _plan_rows(
                     bits(keys, count, words.zero_(), owner, row)
                     counts_launch(words, before, counts)
                     offsets = counts.cumsum(0, dtype=torch.int32) - counts
-                run_queries(Kept(words, before, offsets, *kept, owner, row))
+                run_queries(ChunkRows(words, before, offsets, *kept, owner, row))
                 if has_product:
                     product_launch(k, keys, count, kept[1], dq, owner, row)
                 if not needs_keys:

@@ -399,7 +399,7 @@ def tile_of(
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
         few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
-        precision: the word of the products.
+        precision: see `precision.py`.
         stored: whether kernels read stored pieces.
     """
     if runs_on_pieces(precision):

@@ -70,7 +70,7 @@ def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
         return FormulaOperands(*whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)))
     lists, bias = lists_of(problem, x), x.bias
     slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
-    if bias is None or not flags.chosen:
+    if bias is None or not flags.is_list_bias:
         return FormulaOperands(*whole_batch(problem, slots >= 0, bias_of(problem, x)))
     wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(x.q)))  # its gradient is rounded once
     slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
@@ -81,7 +81,7 @@ def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
 
 def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
     """Return the bias of a call, with the lists if it has values for entries of lists."""
-    if inputs.bias is not None and problem.flags.chosen:
+    if inputs.bias is not None and problem.flags.is_list_bias:
         return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
     return bias_of(problem, inputs)
 

@@ -20,6 +20,7 @@ import torch
 
 from .._version import __version__
 from ..backends.sdpa.backend import leads_in_fp32, runs_flash
+from ..definition import assume_constant
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes
@@ -519,21 +520,18 @@ def judgement(problem: AttentionProblem) -> Judgement | None:
     return None if judged is None else Judgement(*judged)
 
 
+@assume_constant  # it loads a file
 def _has_profile(arch: str) -> bool:
     return find(arch).profile is not None
 
 
+@assume_constant  # it loads a file
 def _judged(
     arch: str, rows: tuple[str, ...], with_gradients: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str, Passes], ...], str] | None:
     profile = find(arch).profile
     judged = None if profile is None else judge(profile, rows, with_gradients)
     return None if judged is None else (judged.order, judged.refused, judged.why)
-
-
-# They load a file, which torch.compile cannot trace; see `registry.works`.
-setattr(_has_profile, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def why_unjudged(problem: AttentionProblem) -> str:

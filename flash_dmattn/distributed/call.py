@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
 from ..biases import ByDistance, ListBias, check_covered, lists_beside, split
+from ..caches import ClockCache
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
@@ -25,7 +26,6 @@ from ..problem import (
     dtype_name,
     unpacked_spec,
 )
-from ..remembered import Remembered
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
 from .documents import Documents, in_words, kept_of, read_documents
@@ -84,7 +84,7 @@ class ParallelCall(NamedTuple):
     @property
     def shares_bias(self) -> bool:
         """Whether queries share one row of the bias, or of values of distances; lists always have rows."""
-        return self.bias is not None and self.bias.shape[2] == 1 and self.problem.chosen is None
+        return self.bias is not None and self.bias.shape[2] == 1 and self.problem.list_bias is None
 
     @property
     def route(self) -> Route:
@@ -138,7 +138,7 @@ class ParallelCall(NamedTuple):
             "v": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim_v),
             "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
             "lists": (p.flags.block_q, p.flags.block_k, p.flags.list_size) if p.mask_form == "lists" else None,
-            "values of lists": p.flags.chosen,
+            "values of lists": p.flags.is_list_bias,
             "bias.bias": None if added is None else f"{dtype_name(added.dtype)} {tuple(added.shape)}",
             "gradient of bias.bias": added is not None and added.requires_grad and torch.is_grad_enabled(),
             "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
@@ -467,7 +467,7 @@ def _as_read(
         problem = problem._replace(mask=prepared, mask_form=form)
     elif is_sharded_by_keys(mask, layout_k) and problem.mask is not None:
         problem = problem._replace(mask=unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool))
-    if bias is None or bias.shape[2] > 1 or problem.chosen is not None:
+    if bias is None or bias.shape[2] > 1 or problem.list_bias is not None:
         return problem
     dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
     if problem.relative is not None:
@@ -483,7 +483,7 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
     if problem.num_heads_k % integer("head_groups", number, 1):
         raise ValueError(f"head_groups is {number}; it needs to divide the {problem.num_heads_k} key-value heads")
-    has_rows = bias is not None and (bias.shape[2] > 1 or problem.chosen is not None)
+    has_rows = bias is not None and (bias.shape[2] > 1 or problem.list_bias is not None)
     if number > 1 and bias is not None and bias.shape[1] == 1 and has_rows and problem.needs_grad.bias:
         raise ValueError(
             f"head_groups is {number}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
@@ -492,7 +492,7 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
     return number
 
 
-_pairs: Remembered[Selection] = Remembered(256)
+_pairs: ClockCache[Selection] = ClockCache(256)
 on_change.append(_pairs.clear)
 
 

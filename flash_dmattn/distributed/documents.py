@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..definition import listed
-from ..remembered import Kept
+from ..caches import TensorCache
+from ..definition import assume_constant, listed
 from ..sequences import Sequences
 from .layout import SequenceLayout
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 # Where each document begins and ends in the sequence that ranks share: (begin, end, begin, end, ...), ascending.
 Documents = tuple[int, ...]
 
-_kept = Kept()
+_kept = TensorCache()
 
 
 def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -85,6 +85,7 @@ def written(documents: Documents) -> str:
     return " ".join(map(str, documents))
 
 
+@assume_constant  # Dynamo traces no such strings
 def parsed(bounds: str) -> Documents:
     """Return the bounds that a string has.
 
@@ -106,6 +107,7 @@ def in_words(documents: Documents) -> str:
     return f"{documents[:8]} ..., {len(documents) // 2} in all, hash {hash(documents)}"
 
 
+@assume_constant  # Dynamo traces no bisection; the bounds are numbers for it
 def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
     """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether all are rows of one.
 
@@ -119,11 +121,6 @@ def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
     if first > last:
         return b, b, False
     return begins[first], max(ends[last], b), first == last and begins[first] <= a and b <= ends[first]
-
-
-# Dynamo traces no bisection and no strings; bounds are numbers for it.
-for _function in (limits_of, parsed):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def rows_outside(

@@ -321,7 +321,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
             yield f"{name}: sharded by keys, gathered"
         elif isinstance(x, ShardedMask) and x.form == "lists":
             yield "mask: lists of this rank's rows, which stay where they are; they may name any key that is sent"
-        elif isinstance(x, ShardedMask) or (x is not None and (x.shape[2] > 1 or call.problem.chosen is not None)):
+        elif isinstance(x, ShardedMask) or (x is not None and (x.shape[2] > 1 or call.problem.list_bias is not None)):
             yield f"{name}: rows of this rank, which stay where they are"
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"

@@ -28,8 +28,8 @@ from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_proble
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
     f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, int zero, "
-    "str outside, int block_q, int block_k, int list_size, bool chosen, str forward, str backward, int head_groups, "
-    "ScalarType exchange_dtype, bool[5] needs_grad"
+    "str outside, int block_q, int block_k, int list_size, bool is_list_bias, str forward, str backward, "
+    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
@@ -155,7 +155,7 @@ class RankRows(NamedTuple):
         if self.bias is None:
             return slice(None), slice(None)
         *_, rows, keys = self.bias.shape
-        if self.flags.chosen:
+        if self.flags.is_list_bias:
             return part.rows_of(share_of_values(rows, self.q.shape[1], self.flags.block_q)), slice(None)
         has_keys = keys > 1 and not self.flags.outside
         return part.rows if rows > 1 else slice(None), part.keys if has_keys else slice(None)
@@ -262,7 +262,7 @@ class GatherSettings(NamedTuple):
     block_q: int
     block_k: int
     list_size: int
-    chosen: bool
+    is_list_bias: bool
     forward: str
     backward: str
     head_groups: int
@@ -295,7 +295,7 @@ class GatherSettings(NamedTuple):
             block_q=self.block_q,
             block_k=self.block_k,
             list_size=self.list_size,
-            chosen=self.chosen,
+            is_list_bias=self.is_list_bias,
         )
         return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
@@ -470,7 +470,7 @@ def attend_gathered(
         flags.block_q,
         flags.block_k,
         flags.list_size,
-        flags.chosen,
+        flags.is_list_bias,
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,

@@ -168,7 +168,7 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
         is_causal=causal,
         window_size=(left, -1 if causal else right),
         relative=_cut_spec(rank.relative, part, heads, has_keys=False),
-        chosen=_cut_values(rank, part, heads),
+        list_bias=_cut_values(rank, part, heads),
         flags=rank.flags._replace(left=left, right=right, zero=zero),
     )
 
@@ -188,10 +188,10 @@ def share_of_values(rows: int, local_length: int, block_q: int) -> int:
 
 
 def _cut_values(rank: AttentionProblem, part: Slice, heads: HeadGroup) -> TensorSpec | None:
-    spec = _cut_spec(rank.chosen, part, heads, has_keys=False)
-    if spec is None or rank.chosen is None:
+    spec = _cut_spec(rank.list_bias, part, heads, has_keys=False)
+    if spec is None or rank.list_bias is None:
         return None
-    rows = part.rows_of(share_of_values(rank.chosen.shape[2], rank.seqlen_q, rank.flags.block_q))
+    rows = part.rows_of(share_of_values(rank.list_bias.shape[2], rank.seqlen_q, rank.flags.block_q))
     batch, number, _, entries = spec.shape
     return spec._replace(shape=(batch, number, rows.stop - rows.start, entries))
 

@@ -469,7 +469,7 @@ class DynamicMaskAttention(nn.Module):
                 f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {self.hidden_size})"
             )
         like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
-        spec, (bounds, _) = sequences.lay_out(like, like, like, names=("x", "x", "x"))
+        spec, (bounds, _) = sequences.describe_with_view(like, like, like, names=("x", "x", "x"))
         if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
             raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same")
         is_empty = len(bounds) == 0 or x.numel() == 0

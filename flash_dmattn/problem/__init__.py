@@ -59,7 +59,7 @@ from .description import keys_of_query as keys_of_query
 from .description import make_band as make_band
 from .description import replaced as replaced
 from .description import sm_number as sm_number
-from .description import spec_of as spec_of
+from .description import tensor_spec as tensor_spec
 from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients
 from .inputs import MaskChoice as MaskChoice

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..definition import assume_constant
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
@@ -125,7 +127,7 @@ class Flags(NamedTuple):
             call are all there ("error") or get another value. "" without such a bias.
         block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
             entries of a list. 0 without lists.
-        chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
+        is_list_bias: whether the bias is a `ListBias`, one value for each entry of the lists.
         allows_tf32: see the function `allows_tf32`. Both passes read it here: had torch's setting changed between them,
             the backward pass would compute p of other scores than the lse of the forward pass.
         max_scores, entropy: whether the forward pass returns them, in this order after out and lse.
@@ -148,7 +150,7 @@ class Flags(NamedTuple):
     block_q: int = 0
     block_k: int = 0
     list_size: int = 0
-    chosen: bool = False
+    is_list_bias: bool = False
     allows_tf32: bool = False
     max_scores: bool = False
     entropy: bool = False
@@ -215,10 +217,10 @@ class AttentionProblem(NamedTuple):
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
             the call is its own. `bias` is None for the other kinds of bias:
         relative: the values of a bias by distance, (Bv, Hv, 1 or Lq, n).
-        chosen: the values of a bias of lists, (Bv, Hv, Lq or lists, entries).
+        list_bias: the values of a `ListBias`, (Bv, Hv, Lq or lists, entries).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
-        elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
+        is_hypothetical: whether this machine has no GPU of the architecture, so that its libraries do not matter.
         arrival: see `Arrival`.
     """
 
@@ -245,10 +247,10 @@ class AttentionProblem(NamedTuple):
     return_probs: bool
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
-    elsewhere: bool = False
+    is_hypothetical: bool = False
     arrival: Arrival = "rows"
     relative: TensorSpec | None = None
-    chosen: TensorSpec | None = None
+    list_bias: TensorSpec | None = None
 
     @property
     def sequences(self) -> SequenceSpec | None:
@@ -291,13 +293,13 @@ class AttentionProblem(NamedTuple):
     @property
     def bias_tensor(self) -> TensorSpec | None:
         """The tensor of the bias, whether it has values by score, by distance or for entries of lists."""
-        return self.bias or self.relative or self.chosen
+        return self.bias or self.relative or self.list_bias
 
     def with_bias(self, bias: Tensor | None) -> AttentionProblem:
         """Describe the call with this tensor of a bias, of the kind that the flags name."""
-        spec, flags = None if bias is None else spec_of(bias), self.flags
-        relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
-        return replaced(self, bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
+        spec, flags = None if bias is None else tensor_spec(bias), self.flags
+        relative, list_bias = spec if flags.outside else None, spec if flags.is_list_bias else None
+        return replaced(self, bias=None if relative or list_bias else spec, relative=relative, list_bias=list_bias)
 
     @property
     def bias_class(self) -> BiasClass | None:
@@ -337,7 +339,7 @@ class AttentionProblem(NamedTuple):
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("list bias", self.chosen, flags.bias_repeat, flags.bias_packing),
+            ("list bias", self.list_bias, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
                 parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
@@ -396,7 +398,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
     "lists": lambda p: p.mask_form == "lists",
-    "list_bias": lambda p: p.chosen is not None,
+    "list_bias": lambda p: p.list_bias is not None,
 }
 
 
@@ -473,6 +475,7 @@ def device_arch(device: torch.device) -> str:
     return arch
 
 
+@assume_constant  # Dynamo cannot trace how torch reads the setting; it recompiles when the setting changes
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Return whether torch allows TF32 in matrix products of a dtype: only in fp32, and if its setting says so.
 
@@ -481,10 +484,6 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     which takes longer than all else in the key of a call.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-# Dynamo cannot trace how torch reads the setting. It compiles anew when the setting changes.
-setattr(allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def sm_number(arch: str) -> int | None:
@@ -505,7 +504,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def spec_of(x: Tensor) -> TensorSpec:
+def tensor_spec(x: Tensor) -> TensorSpec:
     return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
 
 
@@ -576,7 +575,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
         mask=_hints(problem.mask, "shape", "strides"),
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
-        chosen=_hints(problem.chosen, "shape", "strides"),
+        list_bias=_hints(problem.list_bias, "shape", "strides"),
         flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "list_size")._replace(
             sequences=_hints(
                 problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"

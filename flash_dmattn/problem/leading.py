@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided, check_values
-from .description import AttentionProblem, NeedsGrad, replaced, spec_of, unpacked_spec
+from .description import AttentionProblem, NeedsGrad, replaced, tensor_spec, unpacked_spec
 
 Dims = tuple[int, ...]
 
@@ -255,15 +255,15 @@ class MappedCall:
             ]
             mask, flags = [x for x, *_ in folded], replaced(flags, mask_repeat=folded[0].repeat)
             shape = (mask[0].shape[0], *mapped_problem.mask.shape[1:])
-            mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
+            mask_spec = tensor_spec(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
         folded_problem: AttentionProblem = replaced(
             mapped_problem,
             batch=size * mapped_problem.batch,
-            q_strides=spec_of(q).strides,
-            k_strides=spec_of(k).strides,
-            v_strides=spec_of(v).strides,
+            q_strides=tensor_spec(q).strides,
+            k_strides=tensor_spec(k).strides,
+            v_strides=tensor_spec(v).strides,
             mask=mask_spec,
             flags=flags,
             needs_grad=needs_grad,

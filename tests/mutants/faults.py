@@ -407,7 +407,7 @@ _PYTHON = (
     ),
     Fault(
         "values made of tensors are kept inside of a transform",
-        "flash_dmattn/remembered.py",
+        "flash_dmattn/caches.py",
         "if is_transformed() or not all(",
         "if not all(",
         (f"{_KEPT}[copies-jvp]",),
@@ -1003,7 +1003,7 @@ _TRITON = (
     Fault(
         "fp32: forward mode has the word of kernels that make pieces",
         "triton_kernels/plan_tangents.py",
-        "whole_precision(x.q.dtype, call.arch, call.allows_tf32)",
+        "unsplit_precision(x.q.dtype, call.arch, call.allows_tf32)",
         "call.precision",
         ("tests/test_triton_gpus.py::test_forward_mode_makes_no_pieces", _FORWARD_MODE),
     ),

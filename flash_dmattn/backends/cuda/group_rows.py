@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
+from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, tensor_spec
 from ...problem.inputs import Inputs
 from ..mask_choice import prepared_form, view_of
 from .operands import Attend
@@ -41,7 +41,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
     def spec(x: TensorSpec | None) -> TensorSpec | None:
         if x is None:
             return None
-        return spec_of(scores(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")))
+        return tensor_spec(scores(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")))
 
     batch, _, head, value = p.q_strides
     rows = p._replace(

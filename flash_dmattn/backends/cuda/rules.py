@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import torch
 
+from ...definition import assume_constant
 from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, fits_tma, keys_of_query
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
@@ -31,6 +32,7 @@ def installed_instances() -> frozenset[str] | None:
         return None
 
 
+@assume_constant  # it reads a file
 def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the head dims that calls of this dtype can have. The `dtype` rule refuses unsupported dtypes."""
     return _dims_of(installed_instances(), dtype)
@@ -44,17 +46,13 @@ def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tupl
     return tuple((d, d_v) for d, d_v in INSTANCES if f"forward_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
+@assume_constant  # it reads a file
 def _sequence_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the head dims that calls with sequences of this dtype can have; both passes are built together."""
     instances = installed_instances()
     if instances is None or dtype not in _DTYPES:
         return SEQUENCES_INSTANCES
     return tuple((d, dv) for d, dv in SEQUENCES_INSTANCES if f"forward_sequences_d{d}_{_DTYPES[dtype]}" in instances)
-
-
-# These read a file, which torch.compile cannot trace; see `registry.works`.
-setattr(_sequence_dims, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _instance(p: AttentionProblem) -> tuple[int, int] | None:

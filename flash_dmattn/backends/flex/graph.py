@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ...caches import ClockCache
 from ...definition import is_transformed
 from ...problem import Packing
-from ...remembered import Remembered
 from .blocks import BLOCK, Blocks, Places
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
@@ -152,7 +152,7 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
 
 
 # A graph holds what was compiled for it, of a few MB. A model with a scale of its own in each layer has as many graphs.
-_compiled: Remembered[Callable[..., tuple[Tensor, ...]]] = Remembered(256)
+_compiled: ClockCache[Callable[..., tuple[Tensor, ...]]] = ClockCache(256)
 _numbers = itertools.count()
 
 
@@ -172,7 +172,7 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
 
         code = call.__code__.replace(co_name=f"flex_attention_{next(_numbers)}")
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled.keep(key, compile_to_keep_buffers(own, compiler, dynamic))
+        function = _compiled.put(key, compile_to_keep_buffers(own, compiler, dynamic))
     return function
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from ...problem import AttentionProblem, SequenceSpec, dtype_name, sm_number
-from ...triton_kernels.precision import MOST_FEW_ROWS, word_of
+from ...triton_kernels.precision import MOST_FEW_ROWS, problem_precision
 from ..protocol import Availability, Backend, Rule
 from . import cpu, cuda, efficient
 
@@ -68,13 +68,15 @@ def leads_in_fp32(p: AttentionProblem) -> bool:
         return False
     if p.arch != "sm_90":
         return True
-    return word_of(p) == "ieee" and p.seqlen_q > MOST_FEW_ROWS and scores >= _MANY_SCORES
+    return problem_precision(p) == "ieee" and p.seqlen_q > MOST_FEW_ROWS and scores >= _MANY_SCORES
 
 
 def _why_it_leads(p: AttentionProblem) -> str:
     if not leads_in_fp32(p):
         return ""
-    slower = "triton multiplies on CUDA cores here" if word_of(p) == "ieee" else f"triton is not timed on {p.arch}"
+    slower = (
+        "triton multiplies on CUDA cores here" if problem_precision(p) == "ieee" else f"triton is not timed on {p.arch}"
+    )
     return f"; auto asks it first in float32, because {slower}"
 
 

@@ -179,7 +179,7 @@ def _load() -> Availability:
 probe = Probe(_load)
 
 
-# How products of fp32 are made, by the word of a call, and what torch's setting is then.
+# How fp32 operands are multiplied, by the precision of a call; {setting} is torch's setting.
 _PRODUCTS = {
     "fp16x3": "by three products of float16 on tensor cores, with the error of float32 ({setting})",
     "bf16x3": "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5 ({setting})",
@@ -202,7 +202,7 @@ def _products_note(p: AttentionProblem) -> tuple[str, ...]:
         why = f"a head dim is above {most}, where pieces of 16 bits do not fit in registers"
     else:
         why = f"{p.seqlen_q} queries take as long as reading the keys"
-    how = _PRODUCTS[precision.word_of(p)].format(setting=setting, why=why)
+    how = _PRODUCTS[precision.problem_precision(p)].format(setting=setting, why=why)
     return (f"multiplies in float32 {how}",)
 
 

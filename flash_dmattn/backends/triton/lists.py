@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "list_sequences",
-        lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.chosen and p.needs_grad.bias),
+        lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.is_list_bias and p.needs_grad.bias),
         lambda p: (
             f"the gradient of values for blocks of {p.flags.block_k} keys is needed beside {p.batch} sequences; the "
             "kernels take single keys there, and sum over none of these blocks"
@@ -293,7 +293,7 @@ def _numbers(p: AttentionProblem) -> tuple[object, ...]:
 def _operands(p: AttentionProblem, x: Inputs) -> tuple[Tensor | None, ...]:
     """Return what the kernels read: q, k, v, keys, count, slots, values, a bias per key and the sink."""
     keys, count, slots = x.mask.tensors
-    values, bias = (x.bias, None) if p.flags.chosen else (None, x.bias)
+    values, bias = (x.bias, None) if p.flags.is_list_bias else (None, x.bias)
     if bias is not None:
         bias = spread_entries(bias[:, :, :1], p.batch, p.flags.bias_repeat)
     q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))

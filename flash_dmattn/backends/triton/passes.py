@@ -144,7 +144,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         key = (plan_token, x.q.get_device(), *_places(x))
         plan = plans.get(key)
         if plan is None:
-            plan = plans.keep(key, run_on(x.q, make_plan, x))
+            plan = plans.put(key, run_on(x.q, make_plan, x))
         run_on(x.q, plan, x, *results)
         return results
 
@@ -222,7 +222,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         key = (plan_token, x.q.get_device(), saved.lse.dtype, strides, len(sent), *places)
         plan = plans.get(key)
         if plan is None:
-            plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
+            plan = plans.put(key, run_on(x.q, make_plan, x, dout, dlse))
         gradients: Gradients = run_on(x.q, plan, saved, dout, dlse, *sent)
         return gradients
 

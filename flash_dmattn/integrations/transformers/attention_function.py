@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ... import Sequences, attention
 from ...biases import Bias
+from ...caches import TensorCache
 from ...call import prepare_call, run_call
 from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...masks.split import separate
 from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_name
-from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias, is_called_without, is_captured, makes_zeros
@@ -227,7 +227,7 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-_copies, _zeros, _limits = Kept(), Kept(), Kept()
+_copies, _zeros, _limits = TensorCache(), TensorCache(), TensorCache()
 
 
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,7 +287,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         alias = limits_q.detach()
         return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
 
-    # Kept, because all layers have the same tensors.
+    # TensorCache, because all layers have the same tensors.
     key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
     sequences: Sequences = _limits.get(key, tensors, made)
     return sequences

@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from ... import Sequences
+from ...caches import TensorCache
 from ...definition import is_transformed
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
-from ...remembered import Kept
 from .models import MODELS_ASK_FOR_TENSORS, is_captured, masking_utils, read_tables, refuse_config_without_interface
 
 # Devices with kernels for prepared masks; elsewhere these would be unpacked again.
@@ -427,7 +427,7 @@ def _used_keys(
     return used if rule.is_causal and 0 < used < kv_length else _MISALIGNED
 
 
-_full = Kept()  # whether padding hides no key
+_full = TensorCache()  # whether padding hides no key
 
 
 def _padding(

@@ -621,7 +621,7 @@ class PreparedMask(ABC):
             seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
             spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
             lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
-            bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
+            bounds, entries = sequences.make_bounds(spec), 1 if spec.packs_queries else spec.number
             if index.shape[0] not in (1, entries):
                 raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}")
             if values_can_be_read(index):
@@ -741,7 +741,7 @@ class PreparedMask(ABC):
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
                 "1, single keys and packed sequences"
             )
-        _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
+        _, _, first, low, high = (x[0] for x in keys_seen(sequences.make_bounds(spec), spec, window))
         low, high = low + first, torch.where(high < 0, -1, high + first)
         keys, count, slots = best(scores, allowed, low, high, sizes, k, local)
         keys = torch.where(keys < 0, -1, keys - first[:, None].to(torch.int32))
@@ -833,7 +833,7 @@ class PreparedMask(ABC):
         if flat.dim() not in (1, 2):
             raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs)")
         if values_can_be_read(flat):
-            bounds = sequences.bounds_of(spec)
+            bounds = sequences.make_bounds(spec)
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
                 raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences")
@@ -866,7 +866,7 @@ class PreparedMask(ABC):
     def _packed(
         cls, mask: Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
     ) -> PreparedMask:
-        tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
+        tensors = pack_beside(mask, sequences.make_bounds(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
 
     @property
@@ -1021,7 +1021,7 @@ def _spec_beside(
             "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size"
         )
     check_device(name, mask.device, sequences.device, "sequences")
-    return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
+    return sequences.describe_rows(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
 def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[Tensor] | None:
