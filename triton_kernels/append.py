@@ -9,8 +9,8 @@ from flash_dmattn.sequences.cache_writes import CacheWrite
 
 from .kernel_launch import ceil_div, launch
 
-# A program copies up to _TILE_BYTES bytes of k, and at most _MOST_ROWS rows. Up to _FEW rows in all (tokens times
-# heads), programs take _FEW_ROWS rows each, because larger tiles would leave part of the GPU idle.
+# A program copies up to _TILE_BYTES bytes of k, and at most _MOST_ROWS rows. If there are at most _FEW rows in total
+# (tokens times heads), a program copies _FEW_ROWS rows, because larger tiles would leave part of the GPU idle.
 _TILE_BYTES, _MOST_ROWS = 8192, 32
 _FEW, _FEW_ROWS = 4096, 4
 
@@ -48,7 +48,7 @@ def append_kernel(
 
     New tokens have `slots` rows for each sequence, or are packed (PACKS_TOKENS): one row after the other. Strides are
     (entry, row, head, dim). PAGE is the size of a page, 0 without a `table` of pages; entries of the table are clamped.
-    Rows of no sequence are skipped, and so are tokens that would stand before the first key of their sequence.
+    Rows of no sequence are skipped, and so are tokens whose position is before the first key of their sequence.
     """
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     row = tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)
@@ -110,7 +110,7 @@ def write(request: CacheWrite) -> None:
     v, v_cache = request.v, request.v_cache
     has_v = v is not None and v_cache is not None
     if v is None or v_cache is None:
-        v, v_cache = request.k, request.k_cache  # only placeholders: without HAS_V the kernel reads neither
+        v, v_cache = request.k, request.k_cache  # placeholders, which the kernel does not access without HAS_V
     head_dim_v = v.shape[3]
     block_d, block_dv = (1 << (dim - 1).bit_length() for dim in (head_dim, head_dim_v))  # powers of 2
     widest = max(block_d, block_dv) * request.k.element_size()

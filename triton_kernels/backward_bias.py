@@ -1,9 +1,9 @@
 """The bias-stationary backward kernel: the gradient of a bias of one value per score, shared by batch or heads.
 
 Each program owns one tile of dbias. It visits the heads of all batch entries that read this tile, one after the other,
-and recomputes ds for each. The sum stays in fp32 registers, has a fixed order, and is rounded once. Where there are too
-few tiles to fill the GPU, several programs own a tile: each takes a chunk of the heads and stores its sum in a slot,
-and sum_slots.py adds the slots.
+and recomputes ds for each. The sum stays in fp32 registers, has a fixed order, and is rounded once. If the tiles do not
+fill the GPU, several programs own a tile. Each has a chunk of the heads and stores its sum in a slot, and sum_slots.py
+adds the slots.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def backward_bias_kernel(
 ):
     """Compute one tile of dbias (chunks, bias_batch, bias_heads, Lq, Lk), which is contiguous.
 
-    `classes` is 0 for tiles of the mask with nothing allowed. A chunk has `chunk` heads, counted over batch entries.
+    `classes` is 0 for tiles of the mask that allow no pair. A chunk has `chunk` heads, counted over batch entries.
 
     With SEQUENCES each sequence counts as a batch entry, and rows and columns of the tile are positions in every
     sequence. With PACKED_ROWS the bias has packed queries, so the rows of a tile belong to one sequence; the caller

@@ -118,8 +118,8 @@ def backward_queries_kernel(
     )  # fmt: skip
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
     BIASED: tl.constexpr = BIAS > ROW_BIAS
-    # The part of lse below the steps of fp32 is a factor of whole rows of dq. In the loop it would take the registers
-    # that leave room for a second program.
+    # The part of lse below the precision of fp32 is a factor of whole rows of dq. Used in the loop, it would need
+    # registers that now allow a second program on the SM.
     LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)

@@ -1,7 +1,8 @@
-"""The entry points of attention over lists, forward and backward, and the launches of each.
+"""Entry points of attention over lists: the forward and the backward pass, and their launches.
 
-The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend in each row, each once, with -1 behind
-the `count` (Bm, Hm, R) that there are. `slots` has the column of `values` of each, None where it is its own place.
+The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend strictly in each row, and are -1 after
+the first `count` (Bm, Hm, R). `slots` has the column of `values` of each key, None if the columns are in the order of
+the keys.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
-# Bytes that gradients of keys may take beside results, unless the least chunk takes more.
+# The most memory for temporaries of gradients of keys, in bytes, unless the smallest chunk needs more.
 SPACE = 2**30
-# A program adds at most so many rows one after the other. A key that every query names has one for each.
+# The maximum number of rows that a program adds in sequence. A key that every query lists has one row for each query.
 MOST_ROWS = 4096
 
 
 class ListNeeds(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients the call needs."""
 
     q: bool
     k: bool
@@ -53,10 +54,10 @@ class ListNeeds(NamedTuple):
 
 
 class ListFlags(NamedTuple):
-    """The numbers of a call. `keys_each` keys belong to a block that an entry names, `queries` queries to a list.
+    """The sizes of a call. An entry is a block of `keys_each` keys, and a list is for `queries` queries.
 
-    If there is no v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat`
-    and `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
+    Without v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat` and
+    `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
     """
 
     scale: float
@@ -74,7 +75,7 @@ class ListFlags(NamedTuple):
 
 
 class ListCall:
-    """Everything that one class of calls decides for its launches."""
+    """The properties of a class of calls that decide its launches."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class ListCall:
             "lists": self.lists,
             "blocks": self.blocks,
             "heads_k": self.heads_k,
-            # As of `Call`: with values or a bias scores are natural.
+            # As in `Call`: with values or a bias, scores are natural.
             "score_scale": flags.scale / flags.softcap
             if flags.softcap > 0
             else flags.scale * (1.0 if self.is_biased else LOG2E.value),
@@ -170,20 +171,20 @@ class ListCall:
         return max(self.block_d + self.rest, self.block_dv) > 256
 
     def has_few_keys(self, step: int) -> bool:
-        """Return whether a step has all keys of a list, and these are so few that kernels take delta from p and dp."""
+        """Return whether one step covers a list, of so small a size that kernels compute delta from p and dp."""
         most, each = self.lists.most, self.flags.keys_each
         return min(most, self.blocks) * each <= step and min(most * each, self.shape.seqlen_k) <= MOST_FEW_KEYS
 
     @property
     def columns(self) -> int:
-        """Return how many columns of the head dims pass by at a time in kernels that walk along them."""
+        """Return the number of columns of the head dims in a step of kernels that loop over head dims."""
         return min(64, max(16, next_power_of_2(self.shape.head_dim_v)))
 
     @property
     def takes_inverse_lists(self) -> bool:
-        """Return whether a program for each block of keys computes dk and dv, and no rows are stored.
+        """Return whether a program computes dk and dv of one block of keys, so that no rows are stored.
 
-        It reads q and dout of every pair of a list and a block: once for `keys_each` keys.
+        It needs q and dout once for each pair of a list and a block.
         """
         if self.is_latent or self.has_wide_heads:
             return False
@@ -203,7 +204,7 @@ class ListCall:
         return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each, holds_v)
 
     def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
-        """Make the launch of a kernel: it takes its arguments by name from `values`, from the tile and from `own`."""
+        """Make the launch of a kernel: its arguments are taken by name from `values`, the tile and `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         rest = by_name(kernel, {**self.values, **sizes}, **own)
         return Launch(kernel, programs, rest, {"num_warps": tile.num_warps})
@@ -219,7 +220,7 @@ def rows_of(x: Tensor) -> Strides:
 
 
 def _parts_of(head_dim: int) -> tuple[int, int]:
-    """Split a head dim into a power of 2 and a smaller one, 0 for none: 576 into 512 and 64, 96 into 64 and 32."""
+    """Split a head dim into two powers of 2, the second smaller or 0: 576 into 512 and 64, 96 into 64 and 32."""
     padded = max(16, next_power_of_2(head_dim))
     if padded <= 16 or padded == head_dim:
         return padded, 0
@@ -232,7 +233,7 @@ def _rest_of(head_dim: int, first: int) -> int:
 
 
 def shares_rows(head_dim: int, head_dim_v: int) -> bool:
-    """Return whether kernels read keys once for both products, if values are the first channels of keys.
+    """Return whether kernels load keys once for both products, if values are the first channels of keys.
 
     Values are then the first of the two parts of a head dim.
     """
@@ -253,16 +254,16 @@ def list_forward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and natural lse (B, Hq, Lq).
+    """Return out (B, Hq, Lq, Dv), contiguous as (B, Lq, Hq, Dv), and natural lse (B, Hq, Lq).
 
-    The largest scores and the entropies of rows follow, where the flags ask for them. lse is in fp32, or with values or
-    a bias in fp64, as `store_lse` stores it.
+    The maximum scores and the entropies of rows follow, if the flags ask for them. lse is in fp32, or with values or a
+    bias in fp64.
 
     Args:
         values: (Bv, Hv, Lq or R, slots), one for each entry of the lists. Hv is 1, Hk or Hq.
         bias_key: (1 or B, 1 or Hk or Hq, 1, Lk).
         sink: (Hq,).
-        tile: in the place of the table's.
+        tile: replaces the tile of the table.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
@@ -288,7 +289,7 @@ def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[...,
     parts = ceil_div(call.members, tile.block_m)
     programs = call.owners * call.lists.rows * parts
     steps = ceil_div(call.lists.most * call.flags.keys_each, tile.block_n)
-    shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two to an SM: each waits for an index before its keys
+    shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two per SM: each waits for an index before its keys
     has_sink = call.values["HAS_SINK"]
     own = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
     launch = call.launch(list_forward_kernel, programs * shares, tile, **own)
@@ -330,11 +331,11 @@ def list_backward(
     tiles: dict[str, Tile] | None = None,
     sent: SentEntropy = NOTHING_SENT,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv, dvalues and dsink, None where not asked for; without v the gradient of both is dk.
+    """Return dq, dk, dv, dvalues and dsink, None where not needed; without v, dk is the gradient of both.
 
     Args:
-        inverse: what `inverse_lists` made of these lists, if somebody keeps it.
-        tiles: by name of a kernel, in the place of the table's.
+        inverse: the cached result of `inverse_lists` for these lists, or None.
+        tiles: tiles by the name of a kernel, which replace those of the table.
         sent: as for `launch.backward`.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
@@ -376,7 +377,8 @@ def plan_list_backward(
     """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse,
     sent).
 
-    With `reads_once` v lies in the rows of k. `list_pairs_kernel` then reads both at once; each has its gradient.
+    With `reads_once` v is a part of the rows of k. `list_pairs_kernel` then loads both together, but each has its
+    gradient.
     """
     shape = call.shape
     needs_keys = needs.k or (needs.v and not call.is_latent)
@@ -387,14 +389,14 @@ def plan_list_backward(
     if needs_keys and not by_inverse:
         fits = parts == 1 and max(call.block_d, call.block_dv) <= 128
         keep = ROWS.value if fits else PAIRS.value
-    # Wide heads: sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
+    # Wide heads: shared memory has no room for sums of dq, so a separate kernel computes them from ds.
     has_product = needs.q and call.has_wide_heads
     if call.has_wide_heads:
         keep = PAIRS.value
     chunks = _chunks_of(call, keep)
     few_keys = call.has_few_keys(queries.block_n)
     by_pairs = call.has_wide_heads and not few_keys
-    # An entry that stands for many keys may have nearly all of p. Its gradient is a sum of ds that cancel.
+    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel.
     has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
     makes_values = _plan_value_gradient(call, parts, has_masses)
     own: dict[str, Any] = {
@@ -464,12 +466,12 @@ def plan_list_backward(
                 launch_queries(*read, sent.gradient, *written, *kept)
 
         if by_pairs:
-            row_lse = torch.empty_like(delta)  # which nobody reads: other kernels read lse itself
+            row_lse = torch.empty_like(delta)  # unused, because other kernels take lse itself
             launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, None, row_lse, None, delta, None)
 
         dk = dv = None
         if keep == NOTHING.value:
-            run_queries(ChunkRows(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
+            run_queries(ChunkRows(keys, keys, keys, q, q, 0, 0))  # placeholders, because no rows are stored
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, rows, *lists)
@@ -491,10 +493,10 @@ def plan_list_backward(
 
 
 class ChunkRows(NamedTuple):
-    """The last arguments of the kernel of queries: where it keeps rows or pairs of a chunk for the gradients of keys.
+    """The last arguments of the kernel of queries: where it stores rows or pairs of a chunk for the gradients of keys.
 
-    `words`, `before` and `offsets` give each row its place. `rows` gets the rows, or with PAIRS p, and `ds` gets ds.
-    The chunk begins at `first_owner` and `first_row`.
+    `words`, `before` and `offsets` decide the index of each row. `rows` gets the rows, or with PAIRS p, and `ds` gets
+    ds. The chunk begins at `first_owner` and `first_row`.
     """
 
     words: Tensor
@@ -507,7 +509,7 @@ class ChunkRows(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How many owners and rows of lists one launch has, and words of bits of each key of an owner."""
+    """The number of owners and rows of lists of one launch, and of 32-bit words of each key of an owner."""
 
     owners: int
     rows: int
@@ -515,7 +517,7 @@ class Chunks(NamedTuple):
 
 
 def _chunks_of(call: ListCall, keep: int) -> Chunks:
-    """Choose the chunks whose rows, or p and ds too, fit in `SPACE`: few owners with many rows of lists each."""
+    """Choose chunks whose rows, or p and ds too, take at most `SPACE` bytes, with as many rows an owner as possible."""
     rows = call.lists.rows
     if keep == NOTHING.value:
         return Chunks(call.owners, rows, 1)
@@ -532,14 +534,14 @@ def _row_size(call: ListCall) -> int:
 
 
 def _row_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Sums of a group may pass the range of fp16.
+    # Sums over a group may exceed the range of fp16.
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def _plan_rows(
     call: ListCall, chunks: Chunks, dout: Tensor, keep: int, needs_keys: bool, has_product: bool, tiles: dict[str, Tile]
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """Plan dk and dv by rows, and dq out of ds: run(q, k, keys, count, dout, dq, run_queries)."""
+    """Plan dk and dv from rows, and dq from ds: run(q, k, keys, count, dout, dq, run_queries)."""
     shape, size, keys_of_chunk = call.shape, _row_size(call), chunks.owners * call.shape.seqlen_k
     places, programs = call.lists.most * call.flags.keys_each, chunks.owners * chunks.rows
     own: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
@@ -614,11 +616,11 @@ def _plan_rows(
 
 
 def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Sort the entries of each head of lists by block, then by row, and say where each block begins.
+    """Sort the entries of each head of lists by block, then by row; return them and the first entry of each block.
 
     Args:
         keys: (Bm, Hm, R, K).
-        blocks: how many blocks of keys there are.
+        blocks: the number of blocks of keys.
 
     Returns:
         (Bm * Hm, R * K) and (Bm * Hm, blocks + 1).
@@ -628,7 +630,7 @@ def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     inverse = torch.empty(flat.shape, dtype=dtype, device=keys.device)
     offsets = torch.empty(flat.shape[0], blocks + 1, dtype=dtype, device=keys.device)
     edges = torch.arange(blocks + 1, dtype=torch.int32, device=keys.device)
-    for own, into, begin in zip(flat, inverse, offsets, strict=True):  # one by one: a sort takes five times their bytes
+    for own, into, begin in zip(flat, inverse, offsets, strict=True):  # one by one: sorting needs five times the memory
         ordered, order = own.sort(stable=True)
         into.copy_(order)
         begin.copy_(torch.searchsorted(ordered, edges))
@@ -703,7 +705,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
 
 
 class ValueGradient(NamedTuple):
-    """How the gradient of values is allocated for the kernel, and made of it."""
+    """How the gradient of values is allocated for the kernel, and computed from what the kernel stores."""
 
     allocate: Callable[[Tensor], Tensor]
     finish: Callable[[Tensor, Tensor], Tensor]
@@ -712,7 +714,7 @@ class ValueGradient(NamedTuple):
 def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueGradient:
     """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head.
 
-    With masses it writes the latter, and masses beside it.
+    With masses it writes the latter, and also the masses.
     """
     shape, lists, flags = call.shape, call.lists, call.flags
     if call.value_kind == OF_ENTRIES.value and not has_masses:
@@ -724,7 +726,7 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
         size = (*sizes, lists.most)
         if has_masses:
             return torch.zeros(2, *size[1:], dtype=torch.float32, device=values.device)
-        # Zeros: an entry beyond the count, and one that canonical lists dropped, are nobody's.
+        # Zeros, because no kernel writes entries beyond the count, or entries that canonical lists dropped.
         is_own = size == (1, *values.shape)
         return torch.zeros(size, dtype=values.dtype if is_own else torch.float32, device=values.device)
 
@@ -733,7 +735,7 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
             return written[0].to(values.dtype)
         sums = written.sum(0)
         entries, heads, rows, _ = values.shape
-        if rows != sums.shape[2]:  # queries of a list share its values
+        if rows != sums.shape[2]:  # all queries of a list have the same values
             missing = rows * flags.queries - sums.shape[2]
             sums = torch.nn.functional.pad(sums, (0, 0, 0, missing)).unflatten(2, (rows, flags.queries)).sum(3)
         if heads != sums.shape[1]:
@@ -747,10 +749,10 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
 def true_sums(
     sums: Tensor, masses: Tensor, delta: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None
 ) -> None:
-    """Correct sums of ds over the keys of each entry, in place, by the delta that p and dp have.
+    """Correct sums of ds over the keys of each entry, in place, to the delta that follows from p and dp.
 
-    ds = p * (dp - delta) has the delta of an out that was rounded. Where one entry has nearly all of p, its sum is
-    little but that rounding. The sums of a whole row say what delta should have been.
+    ds = p * (dp - delta) has the delta of an out that was rounded. If one entry has nearly all of p, its sum is mostly
+    that rounding error. The sums of a whole row tell the exact delta.
 
     Args:
         sums: (1, B, Hq, Lq, entries) of ds.
@@ -779,12 +781,12 @@ def _lies_in(v: Tensor, k: Tensor) -> bool:
 
 
 def _contiguous_out(out: Tensor) -> Tensor:
-    # As the forward pass made it, unless somebody else did.
+    # The forward pass returns it in this layout; other callers may not.
     return out.transpose(1, 2).contiguous()
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    # A kernel never reads what its constants leave out; it gets a tensor of the call in its place.
+    # A kernel does not access arguments that its constants exclude; any tensor of the call is a placeholder.
     return other if x is None else x
 
 

@@ -1,8 +1,8 @@
 """The key-stationary backward kernel of attention over lists: dk and dv of a block of keys by its inverse list.
 
-The inverse list of a block of keys has the entries of all rows of lists that name the block, in the order of the rows.
-A program visits a segment of it, so that a block that every query names does not keep one program busy for long. It
-stores fp32 sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
+The inverse list of a block of keys has the entries of all rows of lists that contain the block, in the order of the
+rows. A program has a segment of it, because a block in every list would keep one program busy for long. It stores fp32
+sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def list_keys_kernel(
     """Compute dk and dv of one segment of an owner, a key-value head of an entry; owners begin with `first_owner`.
 
     inverse (lists, rows * most) has the sorted entries, offsets (lists, blocks + 1) the first entry of each block, and
-    segments (lists, blocks + 1) its first segment. A segment has `cut` entries, the last of a block may
-    have fewer. parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
+    segments (lists, blocks + 1) its first segment. A segment has `cut` entries; the last one of a block may be shorter.
+    parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
     """
     score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -189,7 +189,7 @@ def list_keys_kernel(
         else:
             allowed = key_ok[:, None]
         statistics = h * shape.seqlen_q + rows
-        natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p of no row is 0
+        natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p is 0 without a row
         lse_rows, low_rows = lse_of_rows(natural, BIASED)
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
         p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)

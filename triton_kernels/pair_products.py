@@ -1,6 +1,6 @@
-"""The kernels that read the stored pairs of a chunk: dq = ds @ k, dk = ds^T @ q, dv = p^T @ dout, and sums of ds.
+"""The kernels that multiply the stored pairs of a chunk: dq = ds @ k, dk = ds^T @ q, dv = p^T @ dout, and sums of ds.
 
-pairs.py says what a chunk holds, and where.
+pairs.py describes the layout of a chunk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pair_rows_kernel(
 ):
     """Compute COLUMNS columns of BLOCK_M rows of dq (B, Lq, Hq, D), which is contiguous.
 
-    Tiles have as many rows as the tiles of pairs, so that every block that is read was written.
+    Tiles have the rows of the tiles of pairs, so that every block that is loaded was written.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     program = tl.program_id(0)
@@ -173,7 +173,7 @@ def pair_columns_kernel(
         tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
     else:
         tiles_n = tiles_of_rows(layout.rows_k, shape.seqlen_k, layout.number, SEARCH, BLOCK_N)
-    tile_n = program % tiles_n  # under a causal band the first keys have most queries
+    tile_n = program % tiles_n  # under a causal band the first keys have the most queries
     own_owner = program // tiles_n
     b, h_first, exists = head_at(own_owner, first_owner, end_owner, 0, 1, shape, SEQUENCES)
     h_k = h_first // shape.group
@@ -267,7 +267,7 @@ def pair_sums_kernel(
 ):
     """Add the sums of tiles of BLOCK_M queries to the sums of ds of each key, for BLOCK keys of one query head.
 
-    `sums` is fp32 (B, Hq, Lk), or beside sequences as `backward_keys_kernel` has the gradient of a bias of keys.
+    `sums` is fp32 (B, Hq, Lk), or with sequences the gradient of a bias of keys as in `backward_keys_kernel`.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(shape.seqlen_k, BLOCK)

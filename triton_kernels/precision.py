@@ -19,8 +19,8 @@ from flash_dmattn.problem import AttentionProblem
 # With at most this number of queries, a head fits in one tile of the smallest size. Reading k and v is the bound.
 MOST_FEW_ROWS = 16
 PIECES = ("bf16x3", "fp16x3")
-# GPUs whose tensor cores multiply 16-bit numbers at least 13 times as fast as their CUDA cores multiply fp32, and the
-# largest head dim for which the split tiles fit in registers. Other GPUs gain little or nothing: the factor is 2 to 4.
+# The largest head dim whose split tiles fit in registers, on GPUs that multiply 16-bit numbers at least 13 times as
+# fast as fp32. Other GPUs gain little or nothing: the factor is 2 to 4.
 MOST_HEAD_DIM = {"sm_80": 64, "sm_90": 128, "sm_100": 64}
 # Where three products of bfloat16 take no longer than one of TF32, which is 100 times less accurate.
 _HIGH = ("sm_90",)

@@ -282,7 +282,7 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
     """Return the backends in the order in which auto tries them, each with the rules of auto for it.
 
-    * On GPUs other than Hopper, with a profile: the profile orders triton, flex and sdpa.
+    * On other GPUs than Hopper, with a profile: the profile orders triton, flex and sdpa.
     * On GPUs other than Hopper, without a profile: they have the usual order. triton was not measured there, but its
       kernels are compiled for the GPU. So it gets calls that the backends before it refuse (with dropout or pages),
       which is faster than eager PyTorch.
