@@ -130,7 +130,7 @@ def test_an_order_of_few_places() -> None:
     """Kernels see as many keys as there are places; other keys get zeros."""
     order = torch.stack([torch.randperm(300)[:128] for _ in range(2)])[None].int()
     dk, dv, sums = torch.full((2, 300, 2, 8), torch.nan), None, torch.zeros(2, 4, 300)
-    places = passes._ByPlace(order, dk, dv, sums)
+    places = passes._Reordered(order, dk, dv, sums)
     own, by_place, none, by_head = places.results
     assert none is None and own is not None and by_place is not None and by_head is not None
     assert torch.equal(own, torch.arange(128, dtype=torch.int32).expand_as(order))

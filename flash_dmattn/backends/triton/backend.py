@@ -21,7 +21,7 @@ from .passes import (
 )
 
 MAX_HEAD_DIM = 512
-# With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
+# With wider heads, tiles of fp32 would need 192 KB of shared memory in the backward pass, and most of their values
 # would spill.
 MAX_FP32_HEAD_DIM = 256
 
@@ -47,7 +47,7 @@ def _is_band(p: AttentionProblem) -> bool:
 
 
 def _has_own_values(p: AttentionProblem) -> bool:
-    """Return whether no two heads or entries share values of a bias by distance."""
+    """Return whether each head and each entry has its own values of a bias by distance."""
     return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 

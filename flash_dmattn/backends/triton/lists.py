@@ -18,9 +18,9 @@ from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
 MAX_BLOCK_OF_QUERIES = 128
-# Head dims above 256, as of latent heads, have kernels only for 16 bits: tiles of fp32 are too large.
+# Head dims above 256, for example of latent attention, have kernels only for 16 bits: tiles of fp32 are too large.
 MAX_HEAD_DIM, MAX_WIDE_HEAD_DIMS = 256, (576, 512)
-# Tiles of a bool mask are as fast as lists of single keys where Lk * G is so many times K: see docs/notes/lists.md.
+# Tiles of a bool mask are as fast as lists of single keys if Lk * G is at most this multiple of K: docs/notes/lists.md.
 _LEVEL = 256
 
 
@@ -42,7 +42,7 @@ def _fits_tiles(p: AttentionProblem) -> bool:
 
 
 def _pitch(page_size: int, strides: tuple[int, ...]) -> int:
-    """Return the number of rows of keys from a page of a cache to the next; 0 where they are no whole number."""
+    """Return the number of rows of keys from a page of a cache to the next; 0 if it is not an integer."""
     if page_size == 1:
         return 1
     return 0 if strides[1] == 0 or strides[0] % strides[1] else strides[0] // strides[1]
@@ -207,7 +207,7 @@ def _backward_beside_sequences(p: AttentionProblem) -> Backward:
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         rows, is_used = _in_rows(p, saved.inputs)
-        # exp(sink - inf) is 0: rows of no sequence add nothing to the gradient of a sink.
+        # exp(sink - inf) is 0, so that rows of no sequence do not contribute to the gradient of a sink.
         return run(Saved(rows, saved.out, saved.lse.masked_fill(~is_used, torch.inf)), dout, dlse, **more)
 
     return backward
@@ -224,11 +224,11 @@ def _of_rows(p: AttentionProblem) -> AttentionProblem:
 
 
 def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Turn a call with sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
+    """Turn a call with sequences into one without: its lists have rows of packed keys, of a slot or of a cache.
 
-    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are shortened to keys that their
-    queries see, so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq).
-    Nothing waits for the device.
+    Blocks become single keys, because a sequence may begin anywhere in a block. Lists are shortened to visible keys, so
+    the call needs no other limit. Also return whether each query belongs to a sequence, bool (B, 1, Lq). There is no
+    synchronisation with the device.
     """
     from ...masks.prepared.lists import keys_seen  # importing flash_dmattn does not need it
 
@@ -240,7 +240,7 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
     first, low, high = (each.to(torch.int32) for each in limits)
     if p.flags.block_k > 1:
         keys, slots = _keys_of_blocks(keys, slots, p.flags.block_k, low if p.flags.left >= 0 else None)
-    # Lists ascend, so keys that a query does not see, because lengths have changed since, are the last of its list.
+    # Lists ascend, so keys that are hidden now, because lengths have changed, are the last of a list.
     there = (keys >= 0) & (keys <= high)
     if pages is None or spec.rows_k == 0:
         keys = keys + first
@@ -257,7 +257,7 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
 
 
 def _keys_of_blocks(keys: Tensor, slots: Tensor, size: int, low: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the keys of blocks from `low` on, and the slots of their blocks, with -1 behind them."""
+    """Return the keys of blocks from `low` on, and the slots of their blocks, padded with -1."""
     own = slots if slots.shape[3] else torch.arange(keys.shape[3], dtype=keys.dtype, device=keys.device)
     singles = keys.unsqueeze(4) * size + torch.arange(size, dtype=keys.dtype, device=keys.device)
     singles = singles.masked_fill(keys.unsqueeze(4) < 0, -1).flatten(3)
@@ -291,7 +291,7 @@ def _numbers(p: AttentionProblem) -> tuple[object, ...]:
 
 
 def _operands(p: AttentionProblem, x: Inputs) -> tuple[Tensor | None, ...]:
-    """Return what the kernels read: q, k, v, keys, count, slots, values, a bias per key and the sink."""
+    """Return the arguments of the kernels: q, k, v, keys, count, slots, values, a bias per key and the sink."""
     keys, count, slots = x.mask.tensors
     values, bias = (x.bias, None) if p.flags.is_list_bias else (None, x.bias)
     if bias is not None:
