@@ -418,7 +418,7 @@ class Keys(ClockCache[Any]):
         super().__init__(1)
         self.asked: list[Any] = []
 
-    def find(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
         self.asked.append(key)
         return lambda *_: ()
 

@@ -1,4 +1,4 @@
-"""Packed documents over ranks: their bounds as host ints, and which rows of a rank may see a key."""
+"""Packed documents over ranks: their bounds as host ints, and the rows of a rank that attend to a key."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..sequences import Sequences
 from .layout import SequenceLayout
 
 T = TypeVar("T")
-# Where each document begins and ends in the sequence that ranks share: (begin, end, begin, end, ...), ascending.
+# The bounds of each document in the whole sequence: (begin, end, begin, end, ...), ascending.
 Documents = tuple[int, ...]
 
 _kept = TensorCache()
 
 
 def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return what was made of sequences for a key: once for all layers, until they change.
+    """Return the cached result of `make` for sequences and a key: made once for all layers, until the sequences change.
 
-    Inference mode has values of its own, because a backward pass cannot save its tensors.
+    Inference mode has separate results, because a backward pass cannot save its tensors.
     """
     tensors = _tensors(sequences)
     own = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
@@ -43,7 +43,7 @@ def _tensors(sequences: Sequences) -> list[Tensor]:
 
 
 def read_documents(sequences: Sequences, length: int) -> Documents:
-    """Return the bounds of packed sequences, read from the device once for as long as they stay the same.
+    """Return the bounds of packed sequences, copied from the device once until they change.
 
     Raises:
         TypeError, ValueError: they are of another kind, do not end at `length`, or have other keys than queries.
@@ -75,19 +75,19 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
             )
         lengths = [stop - start for start, stop in pairwise(bounds)] if used is None else used
         ends = [end for start, number in zip(bounds, lengths) for end in (start, start + number) if number]
-        return tuple(ends) or (0, 0)  # of no position: () would be no documents
+        return tuple(ends) or (0, 0)  # an empty document, because () means no documents
 
     return kept_of(sequences, (length,), make)
 
 
 def written(documents: Documents) -> str:
-    """Return bounds as a string. Dynamo makes variables of ints that change, and a graph for each string."""
+    """Return bounds as a string, because Dynamo makes ints that change dynamic, but recompiles for a new string."""
     return " ".join(map(str, documents))
 
 
 @assume_constant  # Dynamo traces no such strings
 def parsed(bounds: str) -> Documents:
-    """Return the bounds that a string has.
+    """Parse the bounds from a string of `written`.
 
     >>> parsed(written((0, 4, 4, 10))), parsed(written(()))
     ((0, 4, 4, 10), ())
@@ -101,7 +101,7 @@ def _parsed(bounds: str) -> Documents:
 
 
 def in_words(documents: Documents) -> str:
-    """Return their bounds for comparisons and messages; a hash of many bounds, which takes less time to send."""
+    """Return bounds as text for comparisons and messages; long lists are hashed, because sending them takes time."""
     if len(documents) <= 16:
         return str(documents)
     return f"{documents[:8]} ..., {len(documents) // 2} in all, hash {hash(documents)}"
@@ -109,9 +109,9 @@ def in_words(documents: Documents) -> str:
 
 @assume_constant  # Dynamo traces no bisection; the bounds are numbers for it
 def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
-    """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether all are rows of one.
+    """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether it is one document.
 
-    `stop` is at least b, so that no side of a window in a slice is negative.
+    `stop` is at least b, so that the sides of a window in a slice are never negative.
 
     >>> limits_of((0, 4, 4, 10), 5, 7), limits_of((0, 4, 4, 10), 2, 7), limits_of((0, 4), 5, 7)
     ((4, 10, True), (0, 10, False), (7, 7, False))
@@ -126,7 +126,7 @@ def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
 def rows_outside(
     sequences: Sequences, documents: Documents, layout: SequenceLayout, rank: int, device: torch.device
 ) -> Tensor | None:
-    """Return which rows of a rank are of no document, bool (rows,), made once for all layers; None where all are.
+    """Return which rows of a rank are outside of documents, bool (rows,), made once for all layers, or None.
 
     `documents` are the bounds that were read of the sequences.
     """
@@ -140,7 +140,7 @@ def rows_outside(
 
 
 def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the first row that sees each key of [start, stop), and the row behind the last one; int64, on the host.
+    """Return the first row that attends to each key of [start, stop), and the row after the last; int64, on the host.
 
     >>> [x.tolist() for x in rows_seeing((0, 2, 3, 5), 1, 5)]
     [[0, 0, 3, 3], [2, 0, 5, 5]]
