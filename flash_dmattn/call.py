@@ -1,4 +1,4 @@
-"""One call: brings its arguments into one form, looks up or makes its plan, and runs the plan."""
+"""One call: normalises its arguments, looks up or makes its plan, and runs the plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from .validation import PreparedCall, describe, follow_autocast, follows_warn_on
 if TYPE_CHECKING:
     from .validation import Mask
 
-# A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
+# A decoding program makes a plan for each new length and never uses it again, so the cache is bounded.
 plans: ClockCache[Plan] = ClockCache(1024)
 on_change.append(plans.clear)
 
@@ -69,7 +69,7 @@ def prepare_call(
     raw_flags: RawFlags,
     heads_first: bool = False,
 ) -> PreparedCall:
-    """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D)."""
+    """Normalise the arguments of `attention`; with `heads_first` q, k and v are (B, H, L, D)."""
     by_distance = jagged = leading = repeats = spec = where = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
@@ -107,9 +107,9 @@ def prepare_call(
 
 
 def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
-    """Return out, lse, and what else the call asks for, in the shapes that `attention` documents.
+    """Return out, lse, and the other requested results, in the shapes that `attention` documents.
 
-    The rest is the largest scores and entropies of rows, in this order, or the probabilities.
+    The other results are the maximum scores and entropies of rows, in this order, or the probabilities.
     """
     follow_checkpoints()
     active_blocks = blocks.now
@@ -147,8 +147,8 @@ def differentiate_call(
 ) -> Gradients:
     """Return gradients of a call whose values are zeros from its lse, without its forward pass.
 
-    dout has the shape of out, and lse and dlse lie beside it; all have the batch dims and the layout of `call`. Nothing
-    records the gradients.
+    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. Autograd does not record
+    the gradients.
     """
     follow_checkpoints()
     with torch.no_grad():
@@ -292,6 +292,6 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-if torch.__version__ < "2.11":  # Dynamo reads no property of a named tuple there
+if torch.__version__ < "2.11":  # there, Dynamo does not support properties of a NamedTuple
     prepare_call, run_call = _outside_of_graphs(prepare_call), _outside_of_graphs(run_call)
     differentiate_call = _outside_of_graphs(differentiate_call)

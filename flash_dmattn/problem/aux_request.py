@@ -1,4 +1,4 @@
-"""`AuxRequest` asks for numbers about the rows of a call, and `AuxOutput` has them."""
+"""`AuxRequest` asks for statistics of the rows of a call, and `AuxOutput` has them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class AuxRequest(NamedTuple):
-    """Ask `attention` for numbers about each row of probabilities, as `return_aux=`.
+    """Ask `attention` for statistics of each row of probabilities, as `return_aux=`.
 
-    The request of FlexAttention, `torch.nn.attention.flex_attention.AuxRequest`, is accepted in its place.
+    The request of FlexAttention, `torch.nn.attention.flex_attention.AuxRequest`, is also accepted.
 
     Attributes:
         lse: the natural log of the sum of exp of the scores and the sink. It is differentiable.
-        max_scores: the largest score of each row, after scale, softcap and bias, without the sink. It is -inf in a row
-            with nothing allowed. It has no gradient.
-        entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row with nothing
-            allowed. It is differentiable.
+        max_scores: the maximum score of each row, after scale, softcap and bias, without the sink. It is -inf in a row
+            without an allowed key. It has no gradient.
+        entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row without an
+            allowed key. It is differentiable.
 
     Equivalent PyTorch in rows with a key, for scores s with -inf where a key is not allowed, and without a sink::
 
@@ -63,11 +63,11 @@ class AnyAuxRequest(Protocol):
 
 
 def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: bool) -> tuple[bool, bool, bool]:
-    """Return whether a call returns lse, the largest scores and entropies.
+    """Return whether a call returns lse, the maximum scores and entropies.
 
     Raises:
         TypeError: it is no request.
-        ValueError: another argument asks for results beside it.
+        ValueError: another argument also asks for results.
     """
     if request is None:
         return return_lse, False, False
@@ -90,7 +90,7 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
 
 
 def output_of(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
-    """Return what was asked for out of the results of a call: out, lse, and then what else was asked for, in order."""
+    """Return the requested statistics from the results of a call: out, lse, and then the others, in order."""
     rest = iter(results[2:])
     largest = next(rest).detach() if max_scores else None  # it has no gradient
     return AuxOutput(results[1] if lse else None, largest, next(rest) if entropy else None)
