@@ -38,7 +38,7 @@ def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
 
 
 def rows_without_keys(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return `lse -> (max_scores, entropy)`, those that a class of calls asks for, with -inf and 0 in every row."""
+    """Return `lse -> (max_scores, entropy)`, as far as a class of calls asks for them: -inf and 0 in every row."""
     values = [*[-torch.inf] * p.flags.max_scores, *[0.0] * p.flags.entropy]
     return lambda lse: tuple([empty_statistic(lse, p.dtype).fill_(value) for value in values])
 
@@ -149,7 +149,7 @@ def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]
 
 
 def spread(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> Gradients:
-    """Return (dq, dk, dv, dbias, dsink) from the needed gradients, which an operator returned; None for others."""
+    """Return (dq, dk, dv, dbias, dsink) from the needed gradients, which an operator returned; None if not needed."""
     rest = iter(gradients)
     return tuple(next(rest) if needed else None for needed in needs_grad)
 

@@ -26,7 +26,7 @@ CPU_CHUNK_BYTES = 8 * 2**20
 GOOD_ROWS = 128
 GOOD_KEYS = 1024
 
-# From this number of scores on, a chunk has one entry or head if each has its own mask, because a chunk of several has
+# From this number of scores on, a chunk has one entry or head if each has its own mask. A chunk of several would have
 # every key that is visible to any of them.
 GOOD_SCORES = 2**16
 

@@ -65,7 +65,7 @@ def spread(x: Tensor, dim: int, block: int, start: int, stop: int) -> Tensor:
 
 
 def sum_blocks(x: Tensor, dim: int, block: int, start: int) -> Tensor:
-    """Return the sums of a dim over blocks, of which the first element is number `start`: the reverse of `spread`."""
+    """Return the sums of a dim over blocks; its first element has number `start`. This is the reverse of `spread`."""
     length = x.shape[dim]
     if block == 1:
         return x

@@ -27,8 +27,8 @@ def multiply(a: Tensor, b: Tensor, into: Tensor, scale: float = 1.0, *, keep: bo
 
 def exponential(x: Tensor) -> Tensor:
     """Replace x by exp(x)."""
-    # On a CPU torch.exp leaves its vector path for every -inf: 1.4 ns per element if 30 % are -inf. exp2 does not: 0.3
-    # ns with the multiplication, whose rounding error is one bit of x.
+    # On a CPU torch.exp leaves its vector path for every -inf: 1.4 ns per element if 30 % are -inf. exp2 does not. It
+    # takes 0.3 ns with the multiplication, whose rounding error is one bit of x.
     return x.mul_(_LOG2_E).exp2_()
 
 

@@ -15,8 +15,8 @@ from .distances import AnyBias
 from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
-# Products of fp32 numbers split into two parts in bfloat16 have an error of 6e-6, which FLOOR would accept; with three
-# parts they have the error of fp32. Tensor cores sum in another order, so the ratio is larger.
+# Products of fp32 numbers that are split in two in bfloat16 have an error of 6e-6, which FLOOR would accept; split in
+# three they have the error of fp32. Tensor cores sum in another order, so the ratio is larger.
 RATIO_FP32, FLOOR_FP32 = 2.0, 2e-7
 # A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
 LSE_ROUNDING = 2.0**-23

@@ -163,7 +163,7 @@ def backward_keys_kernel(
     if MASK == KEYS:
         count = tl.load(index + shape.seqlen_k)
     tiles_n = tl.maximum(tl.cdiv(count, BLOCK_N), 1)
-    tile_n = slot  # the longest programs start first, because under a causal band the first keys have the most queries
+    tile_n = slot  # the longest programs start first: under a causal band the first keys have the most queries
     parts = 1
     part = 0
     if PARTS:

@@ -22,8 +22,8 @@ from .sequences import NO_SEQUENCES, scores_from
 from .tile_ops import BAND, TREE, entry_of, load_rows_of_heads, load_vector, shared_head
 
 # The form of a bias: none, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per distance,
-# and beyond the values 0, or the first or last value. BANDED: one per query and distance, 0 beyond. Forms up to
-# ROW_BIAS add nothing to scores, because a value of a whole row only shifts its lse.
+# and past the values 0, or the first or last value. BANDED: one per query and distance, else 0. Forms up to ROW_BIAS
+# add nothing to scores, because a value of a whole row only shifts its lse.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 ROW_BIAS: tl.constexpr = tl.constexpr(1)
 KEY_BIAS: tl.constexpr = tl.constexpr(2)
@@ -36,8 +36,8 @@ _BY_CLASS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.
 BY_DISTANCE = (DISTANCES.value, CLAMPED.value, BANDED.value)
 
 # The gradient of a bias that `add_gradient` computes: none, sums over the queries of each key, or ds of every head.
-# ENDS: the sums of ds at and beyond either end of the values of a clamped bias by distance. BY_QUERY: ds of the
-# distances that a bias has values for.
+# ENDS: the sums of ds at or past either end of the values of a clamped bias by distance. BY_QUERY: ds of the distances
+# that a bias has values for.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
@@ -261,7 +261,7 @@ def flat_blocks(
         low = first + zero - extent.number - (BLOCK_M - 2)
         high = first + zero + BLOCK_N
         BLOCK: tl.constexpr = BLOCK_M
-    if BIAS == CLAMPED:  # distances at an end have the same value as those beyond it
+    if BIAS == CLAMPED:  # a distance at an end has the value of the clamped ones
         low += 1
         high -= 1
     begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low, 0), BLOCK), start), start + inside)

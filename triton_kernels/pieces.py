@@ -63,7 +63,7 @@ def split(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """Split numbers below 2^15 into two parts in float16."""
+    """Split numbers below 2^15 into two in float16."""
     a = x.to(tl.float16)
     return a, (x - a.to(tl.float32)).to(tl.float16)
 
@@ -74,7 +74,7 @@ def load_pieces(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_DIMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile as `load_tile` does and split it, or load the parts that `pack_pieces_kernel` has stored."""
+    """Load a tile as `load_tile` does and split it, or load the pieces that `pack_pieces_kernel` has stored."""
     if PRECISION == "fp16x3" or PRECISION == "bf16x3":
         if x.dtype.element_ty != tl.float32:
             piece = tl.cast(batch, tl.int64) * strides.batch

@@ -3,7 +3,7 @@
 A program of `_pack_sequences_kernel` has a row of tiles, numbered as in `SequenceTileMask`, and a strip of keys. Each
 sequence has a number for every 128 rows up to the first row of the next sequence, and at most one number more. So
 programs also cover the rows between two sequences and write zeros there, and the bits need not be zeroed first. A
-program loads only pairs within the lengths of its sequence and the band.
+program only needs pairs within the lengths of its sequence and the band.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from .sequences import NO_SEQUENCES
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, lse_less, renormalize, split_lse
 
-# The gradient of a bias that this kernel computes: none, sums over the queries of each key, ds of every head, or the
-# sum of ds over the heads of a walk, with slots for chunks.
+# The computed gradient of a bias: none, sums over the queries of each key, ds of every head, or the sum of ds over the
+# heads of a walk, with slots for chunks.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)

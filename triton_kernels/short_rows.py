@@ -1,7 +1,7 @@
 """Device functions of the short-row kernels, for calls with whole rows in one tile.
 
 A whole row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
-and loops over the heads that use it, of all batch entries (a walk). So the tile stays in registers.
+and loops over the heads that use it, of all batch entries; this loop is a walk. So the tile stays in registers.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 
     Packing is worthwhile if the mask has a value for each packed query and each key, because kernels would otherwise
     load a byte for every pair in every pass. A mask with one value for several rows or keys is small, and is not
-    packed. Neither is a mask on AMD GPUs, because PyTorch would pack it there, which takes longer than both passes.
+    packed. On AMD GPUs masks are not packed, because PyTorch would do it there, which takes longer than both passes.
     """
     p = problem
     if not PACKS_BESIDE_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":

@@ -137,8 +137,8 @@ def context_parallel_attention(
             n); or, with lists, a `biases.ListBias` whose values have the lists of this rank.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
-            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). The gradient of a bias is then that of this rank's heads.
+            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`: (B, H, Lq /
+            outer size, ·). The gradient of a bias is then the sum over this rank's heads.
         layout: of the queries, and of the keys if `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather" gathers keys and values, under a window only the ones that a rank needs; rows of masks and
@@ -161,7 +161,7 @@ def context_parallel_attention(
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
-        Results are bitwise reproducible for a given number of ranks if those of the backend are.
+        Results are bitwise reproducible for a given number of ranks if the backend is.
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in

@@ -341,7 +341,8 @@ class Request(NamedTuple):
             lengths, outside = (layout.length, layout_k.length), by_distance.outside
             longest = max(stop - start for start, stop in zip(documents[::2], documents[1::2])) if documents else 0
             if outside == "error" and documents and longest < layout.length:
-                # A slice of several documents has hidden pairs farther apart, which must not index beyond the values.
+                # A slice of several documents has hidden pairs farther apart, which must not index outside of the
+                # values.
                 lengths, outside = (longest, longest), "clamp"
             if by_distance.outside == "error":
                 check_covered(bias.shape[-1], by_distance.zero, *lengths, problem.window)

@@ -307,7 +307,7 @@ def _take(x: DTensor, dims: Dims) -> Tensor:
 
 
 def _placements(dims: Sequence[int | None]) -> tuple[Placement, ...]:
-    """Return Shard for a mesh dim that has a tensor dim, Replicate for others."""
+    """Return Shard for a mesh dim that has a tensor dim, else Replicate."""
     return tuple([Replicate() if dim is None else Shard(dim) for dim in dims])
 
 

@@ -494,7 +494,7 @@ class _Exchange(torch.autograd.Function):
         # A gradient of None becomes zeros, because the other ranks wait for this one. But an unused lse must not cost a
         # dlse of zeros.
         ctx.set_materialize_grads(not isinstance(output, tuple) or len(output) == 1)
-        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
+        if isinstance(output, tuple):  # a tensor without a gradient stays without one
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 

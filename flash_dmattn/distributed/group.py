@@ -1,6 +1,6 @@
 """The ranks of a sharded sequence: their group, the block for integrations, and how ranks compare their calls.
 
-Ranks compare calls before they run them, so that a mistake on one of them does not hang the others. Every call, and
+Ranks compare calls before they run them, so that a mistake on one rank does not make all ranks hang. Every call, and
 every operator of its backward pass, begins with one collective of 16 bytes for each rank: a hash of all values that
 have to be the same. If hashes differ, or a rank has refused its own arguments, all ranks send each other the text that
 was hashed, and raise the same error. All ranks have then run the same number of collectives, so the group can be used

@@ -90,7 +90,7 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
 
 
 def output_of(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
-    """Return the requested statistics from the results of a call: out, lse, and then the others, in order."""
+    """Return the requested statistics from the results of a call: out, lse, and then the other ones, in order."""
     rest = iter(results[2:])
     largest = next(rest).detach() if max_scores else None  # it has no gradient
     return AuxOutput(results[1] if lse else None, largest, next(rest) if entropy else None)

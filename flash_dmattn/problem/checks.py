@@ -178,7 +178,7 @@ def is_int(x: object) -> bool:
 
 
 def bounded(x: int) -> int:
-    """Clamp an int that is added to positions if it is beyond all of them, so that sums do not overflow 64 bits."""
+    """Clamp an int that is added to positions if it is past all of them, so that sums do not overflow 64 bits."""
     x = x if isinstance(x, (int, torch.SymInt)) else int(x)
     return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
 

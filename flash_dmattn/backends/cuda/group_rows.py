@@ -1,4 +1,4 @@
-"""Calls with few queries: the query heads of a group become rows of one tile, so that keys are loaded once."""
+"""Short calls: the query heads of a group become rows of one tile, so that keys are loaded once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ LEAST_KEYS = 1 << 24
 
 
 def group_shift(p: AttentionProblem) -> int:
-    """Return s if 2^s heads of a group become rows of a tile, for each of a few queries; else 0."""
+    """Return s if 2^s heads of a group become rows of a tile, for each query; else 0."""
     group = p.num_heads // max(1, p.num_heads_k)
     plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None and p.dropout_p == 0
     if not (plain and 1 < p.seqlen_q <= _MOST_QUERIES and group > 1):

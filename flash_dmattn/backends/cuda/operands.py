@@ -1,8 +1,8 @@
 """The operators of the extension, and their operands, which are copied if TMA cannot load their rows.
 
-A bias of one value per query and key is copied if it is small and the same for all batch entries, which is cheap: one
-head of a window of 49 keys has 5 KB. A bias with a value for each score is copied if rows are short. A larger bias is
-never copied, because the copy would double its memory.
+A bias of one value per query and key is copied if it is small and the same for all batch entries. One head of a window
+of 49 keys has 5 KB. A bias with a value for each score is copied if rows are short. A larger bias is never copied,
+because the copy would double its memory.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def copies_bias(p: AttentionProblem) -> bool:
 
 
 def forward_copies_bias(p: AttentionProblem) -> bool:
-    """Return whether the forward pass loads tiles of a copy, too, and not the bias value by value.
+    """Return whether the forward pass also uses tiles of a copy, instead of loading the bias value by value.
 
     For small head dims, kernels with tiles have more rows. With a mask, a copy would include values of hidden keys.
     """

@@ -345,7 +345,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     if p.seqlen_q > _FEW_QUERIES:
         return False
     if p.seqlen_q == 1:
-        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys without a window, which is too few
+        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys without a window: never enough
     else:
         keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
     heads = p.batch * p.num_heads

@@ -27,8 +27,8 @@ _WHOLE_BLOCKS, _WHOLE_BLOCKS_OF_PAIRS = range(257, 769), range(257, 2049)
 # From this number of multiplications on, eager gains by loading keys once for each group of heads.
 _GROUPED_WORK = 2**26
 _DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
-# On a GPU, auto tries this backend first for calls in fp32 from this number of scores on, if the full gradient of the
-# bias has at most this number of bytes.
+# On a GPU, auto tries this backend first for calls in fp32 with at least this number of scores. The full gradient of
+# the bias may have this number of bytes.
 _MANY_SCORES, _DBIAS_BYTES = 2**24, 2**28
 _MOST_FLASH_DIM = 256
 _INT32_MAX = 2**31 - 1
