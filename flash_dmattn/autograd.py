@@ -133,12 +133,12 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
         inside = (None if t is None else _unwrapped(t) for t in tensors)
         return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in inside)
 
-    inputs, own = (
+    inputs, inner_tangents = (
         plan.saved_layout.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)),
         Tangents(*below(*tangents)),
     )
     with interpreter.lower():
-        results = _attend_with_tangents(plan, inputs, own)
+        results = _attend_with_tangents(plan, inputs, inner_tangents)
     return tuple(torch._C._functorch._wrap_for_grad(t, level) for t in results)
 
 
@@ -203,7 +203,7 @@ def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
     """Name the tensors of inference mode that a backward pass would need."""
     named = [(name, [getattr(x, name)]) for name in ("q", "k", "v", "bias", "sink")]
     named += [("mask", list(x.mask.tensors)), ("sequences", [] if x.sequences is None else list(x.sequences))]
-    made = " and ".join(name for name, own in named if any(t is not None and t.is_inference() for t in own))
+    made = " and ".join(name for name, tensors in named if any(t is not None and t.is_inference() for t in tensors))
     raise RuntimeError(
         f"{made or 'an argument'} made in torch.inference_mode() cannot be saved for a backward pass; make it outside "
         "of inference mode, where clone() of a tensor does, or call under torch.no_grad()"
@@ -373,8 +373,8 @@ class TangentAttention(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         each = []
-        for own in each_call(info.batch_size, in_dims[1:], tensors):
-            x, tangents = _apart(plan, own)
+        for call_tensors in each_call(info.batch_size, in_dims[1:], tensors):
+            x, tangents = _apart(plan, call_tensors)
             replanned = _replan(plan, plan.problem._replace(needs_grad=x.needs_grad))
             each.append(_attend_with_tangents(replanned, x, tangents))
         return stacked(each)
@@ -419,14 +419,15 @@ class TangentGradients(torch.autograd.Function):
                 "attention has no gradients of tangents in a batch (is_grads_batched=True, vectorize=True); "
                 "ask for one after the other, or take torch.func.hessian, or torch.func.vmap of torch.func.vjp"
             )
-        sent, lse, own = Cotangents(*tensors[:4]), tensors[4], Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
+        sent, lse = Cotangents(*tensors[:4]), tensors[4]
+        tangents = Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
         x = plan.saved_layout.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
         problem = plan.problem
         backend = select_tangent_gradients(problem, select_tangents(problem, plan.forward), plan.requested)
         report_last_resort(plan, TANGENT_GRADIENT, backend, plan.forward)
-        if is_watched(*x[:3], *own, *sent) or profiler._is_profiler_enabled:
-            return operators.tangent_gradients(problem, backend.name, x, own, lse, sent, needs_grad)
-        both = tangent_gradients_pass(backend, problem, needs_grad)(x, own, lse, sent)
+        if is_watched(*x[:3], *tangents, *sent) or profiler._is_profiler_enabled:
+            return operators.tangent_gradients(problem, backend.name, x, tangents, lse, sent, needs_grad)
+        both = tangent_gradients_pass(backend, problem, needs_grad)(x, tangents, lse, sent)
         return (*both[0], *both[1])
 
     @staticmethod
@@ -446,7 +447,7 @@ class TangentGradients(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         each = [
-            TangentGradients.apply(plan, needs_grad, *own) for own in each_call(info.batch_size, in_dims[2:], tensors)
+            TangentGradients.apply(plan, needs_grad, *call) for call in each_call(info.batch_size, in_dims[2:], tensors)
         ]
         return stacked(each)
 
@@ -478,8 +479,8 @@ class AttentionBackward(torch.autograd.Function):
         (dout, dlse, dentropy, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         needs_grad = plan.problem.needs_grad
         if dims[9] is not None or needs_grad.sink or _runs_one_by_one(plan):
-            every = each_call(info.batch_size, dims, tensors)
-            return stacked([differentiate(plan, *own[:2], *own[3:], dentropy=own[2]) for own in every])
+            calls = each_call(info.batch_size, dims, tensors)
+            return stacked([differentiate(plan, *call[:2], *call[3:], dentropy=call[2]) for call in calls])
         entropies = [others.pop()] if plan.saved_layout.has_entropy else []
         mapped, where = (q, k, v, bias), (dims[5:9], dims[10 : 10 + len(others)])
         repeats = _reads_repeats(plan)
@@ -522,8 +523,8 @@ class AttentionBackward(torch.autograd.Function):
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest = iter(tensors)
             arguments: list[Any] = [None if x is None else next(rest) for x in inputs]
-            dout, dlse, dentropy, *own = arguments
-            x = plan.saved_layout.inputs(*own, *no_inputs).in_rows(arrival)
+            dout, dlse, dentropy, *with_gradients = arguments
+            x = plan.saved_layout.inputs(*with_gradients, *no_inputs).in_rows(arrival)
             sent = (dout, dlse) if dentropy is None else (dout, dlse, dentropy)
             gradients = formula(problem, x, *(result_in_rows(each, arrival) for each in sent))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
@@ -551,10 +552,10 @@ class DualAttentionBackward(AttentionBackward):
         saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
         dout, dlse, _dentropy, _out, lse, *tensors = saved
         inputs, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
-        tdout, tdlse, _tdentropy, _tout, _tlse, *own = tangents[: 5 + NUM_INPUTS]
+        tdout, tdlse, _tdentropy, _tout, _tlse, *input_tangents = tangents[: 5 + NUM_INPUTS]
         needs_grad = (*plan.problem.needs_grad, *(False,) * NUM_INPUTS)
         sent = (tdout, tdlse, dout, dlse)
-        gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)
+        gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *input_tangents, *others)
         return gradients[:NUM_INPUTS]
 
 
@@ -623,8 +624,8 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_operator(ctx: Any, *sent: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
-    own = dict(zip(NeedsGrad._fields, _gradients(ctx, *sent), strict=True))
-    return tuple((ctx.gradients | own).values())
+    gradients = dict(zip(NeedsGrad._fields, _gradients(ctx, *sent), strict=True))
+    return tuple((ctx.gradients | gradients).values())
 
 
 torch.library.register_autograd(

@@ -256,8 +256,8 @@ def explain(
             raise ValueError(
                 f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
             )
-        own = [arguments.pop(name) for name in tensors]
-        explained: Explanation = dtensor_module().explain(*own, **arguments)
+        values = [arguments.pop(name) for name in tensors]
+        explained: Explanation = dtensor_module().explain(*values, **arguments)
         return explained
     raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
     call = prepare_call(**arguments, raw_flags=raw_flags)

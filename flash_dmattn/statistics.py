@@ -244,21 +244,21 @@ def selector_loss(scores: Tensor, teacher: Tensor, lists: PreparedMask) -> Tenso
     for name, x in (("scores", scores), ("teacher", teacher)):
         check_floats(name, x)
         check_device(name, x.device, mask.device, "lists")
-    own = mask.keys.shape
+    sizes = mask.keys.shape
     batch = math.prod(scores.shape[:-3])
-    if scores.dim() < 4 or scores.shape[-3:] != own[1:] or own[0] not in (1, batch):
+    if scores.dim() < 4 or scores.shape[-3:] != sizes[1:] or sizes[0] not in (1, batch):
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)}; it needs (*batch, heads, lists, entries), {tuple(own)}"
+            f"scores has shape {tuple(scores.shape)}; it needs (*batch, heads, lists, entries), {tuple(sizes)}"
         )
     if teacher.shape != scores.shape:
         raise ValueError(
             f"teacher has shape {tuple(teacher.shape)}; it needs the shape of scores, {tuple(scores.shape)}"
         )
-    hidden = (mask.index < 0).expand(batch, *own[1:])
+    hidden = (mask.index < 0).expand(batch, *sizes[1:])
     flat = scores.flatten(0, -4), teacher.detach().flatten(0, -4), hidden
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * own[1] * own[3]))
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * sizes[1] * sizes[3]))
     run = recomputed(_divergence)
-    parts = [run(*(x[:, :, rows] for x in flat)) for rows in row_chunks(own[2], step)]
+    parts = [run(*(x[:, :, rows] for x in flat)) for rows in row_chunks(sizes[2], step)]
     return torch.cat(parts, 1).unflatten(0, scores.shape[:-3])
 
 
@@ -375,8 +375,8 @@ def _weighted_columns(call: PreparedCall, backend: BackendChoice, lse: Tensor, w
         scale = 2.0 ** max(0, math.ceil(math.log2(added)) - _LOG2_OF_MOST_ROWS)
     dout = (_rows_of(call, weights) / scale).to(dtype).mT.unsqueeze(-1)
     if columns > 1:
-        own = torch.eye(columns, dtype=dtype, device=dout.device)
-        dout = dout * own.repeat(num_heads // columns, 1)
+        one_hot = torch.eye(columns, dtype=dtype, device=dout.device)
+        dout = dout * one_hot.repeat(num_heads // columns, 1)
     dv = differentiate_call(call, backend, _rows_of(call, lse), dout.contiguous(), None, NeedsGrad(v=True))[2]
     assert dv is not None
     return dv.to(lse.dtype).movedim(-3, -1) * scale

@@ -79,8 +79,8 @@ class QueryBlocks(NamedTuple):
     def scatter_bias(self, dbias: Tensor, bias: Tensor) -> Tensor:
         """Return the gradient of a bias from the gradient of its gathered keys."""
         sums = self.scatter(dbias.permute(0, 3, 2, 1), self.dtype).permute(0, 2, 3, 1)  # (B, Hk, G or 1, Lk)
-        own = formula.grouped(bias, self.sizes[1], self.sizes[1] * self.sizes[2])
-        return sums[:, :, :, None].sum_to_size(own.shape).reshape(bias.shape).to(bias.dtype)
+        grouped_bias = formula.grouped(bias, self.sizes[1], self.sizes[1] * self.sizes[2])
+        return sums[:, :, :, None].sum_to_size(grouped_bias.shape).reshape(bias.shape).to(bias.dtype)
 
 
 @torch.no_grad()

@@ -173,10 +173,10 @@ class Batch:
 
     @staticmethod
     def _tree(x: Tensor, s: Sequence) -> Tensor:
-        own = x[s.entries] if x.shape[0] > 1 else x
-        allowed = own.new_ones(own.shape[0], 1, s.seqlen_q, s.seqlen_k)
+        tree = x[s.entries] if x.shape[0] > 1 else x
+        allowed = tree.new_ones(tree.shape[0], 1, s.seqlen_q, s.seqlen_k)
         tail = min(s.seqlen_q, s.seqlen_k)  # the number of new tokens that have a key
-        allowed[..., s.seqlen_k - tail :] = own[:, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
+        allowed[..., s.seqlen_k - tail :] = tree[:, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
         return allowed
 
     def inputs(
@@ -284,8 +284,8 @@ def forward_tangents(
     results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
-        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
-        return forward_mode.forward(*inputs, sink, own, dropout=_dropout_of(s, dropout), **flags)
+        inputs, own_tangents = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        return forward_mode.forward(*inputs, sink, own_tangents, dropout=_dropout_of(s, dropout), **flags)
 
     _write(batch, batch.runs(), results, results_of)
     return results
@@ -310,11 +310,11 @@ def backward_tangents(
     """Return the gradients of all inputs and their tangents, by one :func:`tangents.backward` per run."""
 
     def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        inputs, own_tangents = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
         parts = (batch.queries, batch.rows, batch.queries, batch.rows)
         sent = Cotangents(*(None if x is None else part(x, s) for x, part in zip(cotangents, parts, strict=True)))
         numbers = {"dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
-        both = forward_mode.backward(sent, *inputs, sink, own, batch.rows(lse, s), **numbers)
+        both = forward_mode.backward(sent, *inputs, sink, own_tangents, batch.rows(lse, s), **numbers)
         return (*both[0], *both[1])
 
     inputs = (q, k, v, bias, sink)
@@ -431,9 +431,9 @@ def _write(
     """Write the results of every sequence that has queries: tensors shaped as out, and rows such as lse."""
     for s in sequences:
         if s.seqlen_q > 0:
-            for x, own in zip(results, results_of(s), strict=True):
+            for x, result in zip(results, results_of(s), strict=True):
                 part = batch.queries if x.dim() == 4 else batch.rows
-                part(x, s).copy_(own)
+                part(x, s).copy_(result)
 
 
 def _summed(

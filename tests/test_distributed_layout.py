@@ -202,11 +202,11 @@ def test_every_key_that_is_read_is_held_and_nothing_else_is_sent() -> None:
         for rank, moves in enumerate(every):
             parts = plan(layout, rank, seqlen_k, window)
             read = set().union(*(range(part.start, part.stop) for part in parts))
-            assert positions(moves.held) == read and moves.own == layout_k.runs(rank)
+            assert positions(moves.held) == read and moves.local == layout_k.runs(rank)
             from_ranks = [positions(runs) for runs in moves.receives]
             assert set().union(*from_ranks) == read and sum(map(len, from_ranks)) == len(read)
             for other, theirs in enumerate(every):
-                assert moves.receives[other] == theirs.sends[rank] and from_ranks[other] <= positions(theirs.own)
+                assert moves.receives[other] == theirs.sends[rank] and from_ranks[other] <= positions(theirs.local)
             order = [x for _, start, stop in moves.pieces for x in range(start, stop)]
             assert order == sorted(read)
             for part, place in zip(parts, places_in(moves.held, parts)):

@@ -61,25 +61,25 @@ def append_kernel(
             is_later = tl.load(bounds + middle * 4) > row
             high = tl.where(is_later, middle, high)
             low = tl.where(is_later, low, middle)
-        own = low
-        token = row - tl.load(bounds + own * 4)
+        sequence = low
+        token = row - tl.load(bounds + sequence * 4)
         from_entry, from_row = row.to(tl.int64) * 0, row.to(tl.int64)
     else:
-        own = tl.where(is_row, row // slots, 0)
+        sequence = tl.where(is_row, row // slots, 0)
         token = row % slots
-        from_entry, from_row = own.to(tl.int64), token.to(tl.int64)
-    tokens = tl.load(bounds + own * 4 + 1)
-    keys = tl.load(bounds + own * 4 + 3)
+        from_entry, from_row = sequence.to(tl.int64), token.to(tl.int64)
+    tokens = tl.load(bounds + sequence * 4 + 1)
+    keys = tl.load(bounds + sequence * 4 + 3)
     place = keys - tokens + token
     is_written = is_row & (token >= 0) & (token < tokens) & (place >= 0)
     if PAGE > 0:
-        at = table + own.to(tl.int64) * table_row + place // PAGE
+        at = table + sequence.to(tl.int64) * table_row + place // PAGE
         page = tl.load(at, mask=is_written, other=0)
         entry = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
         key = (place % PAGE).to(tl.int64)
     else:
-        key = (place + tl.load(bounds + own * 4 + 2)).to(tl.int64)
-        entry = own.to(tl.int64) * (0 if PACKS_KEYS else 1)
+        key = (place + tl.load(bounds + sequence * 4 + 2)).to(tl.int64)
+        entry = sequence.to(tl.int64) * (0 if PACKS_KEYS else 1)
     copy_rows(
         k_cache, k_cache_strides, k, k_strides, entry, key, from_entry, from_row, head, is_written, head_dim, BLOCK_D
     )  # fmt: skip

@@ -119,13 +119,15 @@ def backward_bias_kernel(
     begin = slot // bias_batch * chunk
     entries = shape.batch // bias_batch
     first_stored = 0
-    own = 0
+    sequence = 0
     if PACKED_ROWS:
         entries = 1
-        own, own_tile = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first = own_tile * BLOCK_M
-        first_stored = tl.load(bounds + own * 4)
-        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
+        sequence, sequence_tile = sequence_at(
+            first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M
+        )
+        first = sequence_tile * BLOCK_M
+        first_stored = tl.load(bounds + sequence * 4)
+        shape = shape_of(shape, tl.load(bounds + sequence * 4 + 1), shape.seqlen_k)
         bias = scores_from(bias, bias_strides, 1, 0, first_stored, first_stored)
     rows = first + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
@@ -154,7 +156,7 @@ def backward_bias_kernel(
         h_k = h // shape.group
         visit = True
         if PACKED_ROWS:
-            b = own.to(tl.int64)
+            b = sequence.to(tl.int64)
         first_q, first_k, entry_shape = bounds_of(b, bounds, shape, SEQUENCES)
         at = place_of(b, first_q, first_k, entry_shape, layout, SEQUENCES)
         if SEQUENCES != NO_SEQUENCES:

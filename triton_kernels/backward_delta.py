@@ -47,11 +47,11 @@ def delta_kernel(
     """Compute one tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
     tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
-    own, tile, h = entry_of_tile(
+    entry, tile, h = entry_of_tile(
         program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
     )
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b_q
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < shape.seqlen_q

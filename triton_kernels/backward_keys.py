@@ -143,11 +143,11 @@ def backward_keys_kernel(
     slot = program % grid_tiles
     head = program // grid_tiles
     owner = head % owners
-    own = head // owners
+    entry = head // owners
     if SEQUENCES != NO_SEQUENCES:
-        own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+        entry, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     q = rows_from(q, q_strides, at.first_q, SEQUENCES)
     dout = rows_from(dout, dout_strides, at.first_q, SEQUENCES)

@@ -117,8 +117,8 @@ class ListCall:
             if values.shape[2] != rows:
                 self.value_kind = OF_QUERIES.value
             else:
-                own = values.shape[1] not in (1, self.heads_k)
-                self.value_kind = OF_HEADS.value if own else OF_ENTRIES.value
+                is_per_head = values.shape[1] not in (1, self.heads_k)
+                self.value_kind = OF_HEADS.value if is_per_head else OF_ENTRIES.value
         self.is_biased = values is not None or bias is not None
         bias_kind = NO_BIAS.value
         if bias is not None:
@@ -203,10 +203,10 @@ class ListCall:
         holds_v = head_dim > 256 and not self.is_latent
         return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each, holds_v)
 
-    def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
+    def launch(self, kernel: Any, programs: int, tile: Tile, **constants: Any) -> Launch:
         """Make the launch of a kernel: its arguments are taken by name from `values`, the tile and `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-        rest = by_name(kernel, {**self.values, **sizes}, **own)
+        rest = by_name(kernel, {**self.values, **sizes}, **constants)
         return Launch(kernel, programs, rest, {"num_warps": tile.num_warps})
 
     def _strides(self, x: Tensor, repeat: int) -> BiasStrides:
@@ -291,8 +291,8 @@ def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[...,
     steps = ceil_div(call.lists.most * call.flags.keys_each, tile.block_n)
     shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two per SM: each waits for an index before its keys
     has_sink = call.values["HAS_SINK"]
-    own = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
-    launch = call.launch(list_forward_kernel, programs * shares, tile, **own)
+    constants = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
+    launch = call.launch(list_forward_kernel, programs * shares, tile, **constants)
     combine = None if shares == 1 else plan_combine(call.values, call.shape, shares, has_sink, False)
 
     def run(
@@ -339,9 +339,23 @@ def list_backward(
         sent: as for `launch.backward`.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
-        own = (dlse, q, k, k[..., : flags.head_dim_v], keys, count, slots, values, bias_key, sink, out, lse, flags)
+        arguments = (
+            dlse,
+            q,
+            k,
+            k[..., : flags.head_dim_v],
+            keys,
+            count,
+            slots,
+            values,
+            bias_key,
+            sink,
+            out,
+            lse,
+            flags,
+        )
         others: dict[str, Any] = {"inverse": inverse, "tiles": tiles, "sent": sent}
-        dq, dk, dv, *rest = list_backward(dout, *own, needs._replace(v=needs.k), **others)
+        dq, dk, dv, *rest = list_backward(dout, *arguments, needs._replace(v=needs.k), **others)
         if dk is not None and dv is not None:
             dk[..., : flags.head_dim_v] += dv
         return dq, dk, None, *rest
@@ -349,10 +363,10 @@ def list_backward(
     v = None if v is None else _unit_rows(v)
     needs = needs._replace(values=needs.values and values is not None, sink=needs.sink and sink is not None)
     with on_device(q):
-        own = tuple(sorted((tiles or {}).items()))
+        tiles_key = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
         reads_once = v is not None and _lies_in(v, k)
-        key = ("list backward", flags, needs, own, reads_once, *signature(*tensors, sent.gradient))
+        key = ("list backward", flags, needs, tiles_key, reads_once, *signature(*tensors, sent.gradient))
         make = lambda: plan_list_backward(
             ListCall(q, k, v, keys, slots, values, bias_key, sink, flags),
             dout,
@@ -399,7 +413,7 @@ def plan_list_backward(
     # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel.
     has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
     makes_values = _plan_value_gradient(call, parts, has_masses)
-    own: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "dout_strides": rows_of(dout),
         "out_strides": rows_of(out),
         "dlse_strides": (0, 0, 0) if dlse is None else tuple(dlse.stride()),
@@ -414,7 +428,7 @@ def plan_list_backward(
         "WORDS": chunks.words,
     }
     programs = chunks.owners * chunks.rows
-    launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
+    launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **constants)
     if by_pairs:
         pairs = tiles.get("pairs") or call.tile("pairs")
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
@@ -430,8 +444,9 @@ def plan_list_backward(
         launch_delta = Launch(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
             by_name(
-                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=own["dlse_strides"], layout=None,
-                BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
+                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=constants["dlse_strides"],
+                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value,
+                SEARCH=False,
             ),
         )  # fmt: skip
     if by_inverse:
@@ -544,9 +559,9 @@ def _plan_rows(
     """Plan dk and dv from rows, and dq from ds: run(q, k, keys, count, dout, dq, run_queries)."""
     shape, size, keys_of_chunk = call.shape, _row_size(call), chunks.owners * call.shape.seqlen_k
     places, programs = call.lists.most * call.flags.keys_each, chunks.owners * chunks.rows
-    own: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
+    constants: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
     step = min(1024, next_power_of_2(places))
-    bits = call.launch(list_bits_kernel, programs, Tile(16, step, 4, 1), **own)
+    bits = call.launch(list_bits_kernel, programs, Tile(16, step, 4, 1), **constants)
     in_block = max(1, 2048 // chunks.words)
     counting = Tile(16, 16, 4, 1)
     counts_launch = call.launch(
@@ -558,7 +573,7 @@ def _plan_rows(
     rows_launch = call.launch(
         list_rows_kernel, programs * tiles_n, making,
         dout_strides=rows_of(dout), COLUMNS=call.columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n,
-        **own,
+        **constants,
     )  # fmt: skip
     product = tiles.get("product") or call.tile("product")
     parts = ceil_div(call.members, product.block_m)
@@ -630,8 +645,10 @@ def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     inverse = torch.empty(flat.shape, dtype=dtype, device=keys.device)
     offsets = torch.empty(flat.shape[0], blocks + 1, dtype=dtype, device=keys.device)
     edges = torch.arange(blocks + 1, dtype=torch.int32, device=keys.device)
-    for own, into, begin in zip(flat, inverse, offsets, strict=True):  # one by one: sorting needs five times the memory
-        ordered, order = own.sort(stable=True)
+    for unsorted, into, begin in zip(
+        flat, inverse, offsets, strict=True
+    ):  # one by one: sorting needs five times the memory
+        ordered, order = unsorted.sort(stable=True)
         into.copy_(order)
         begin.copy_(torch.searchsorted(ordered, edges))
     return inverse, offsets
@@ -649,7 +666,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
     tile = tiles.get("keys") or call.tile("keys")
     head_dims = (shape.head_dim, shape.head_dim_v)
     owners = max(1, min(call.owners, SPACE // max(1, 4 * most_segments * keys_each * sum(head_dims))))
-    own: dict[str, Any] = {"most_segments": most_segments}
+    constants: dict[str, Any] = {"most_segments": most_segments}
     strides = (call.values["q_strides"], rows_of(dout))
     wide = max(shape.seqlen_q * x.row + shape.num_heads * x.head for x in strides) > 2**31 - 1
     keys_launch = call.launch(
@@ -660,7 +677,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         WIDE_ROWS=wide,
         cut=cut,
         dout_strides=rows_of(dout),
-        **own,
+        **constants,
     )
     block = min(1024, next_power_of_2(keys_each * max(head_dims)))
     adds = []
@@ -674,7 +691,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
                 DIM=dim,
                 BLOCK=block,
                 TILES=parts,
-                **own,
+                **constants,
             )
         )
 

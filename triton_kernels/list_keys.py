@@ -88,8 +88,8 @@ def list_keys_kernel(
     b = (owner // heads_k).to(tl.int64)
     h_k = owner % heads_k
     first_row = entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head
-    own = first_row // lists.rows
-    segments += own * (blocks + 1)
+    head_of_lists = first_row // lists.rows
+    segments += head_of_lists * (blocks + 1)
     if segment >= tl.load(segments + blocks):
         return
     low = 0
@@ -99,11 +99,11 @@ def list_keys_kernel(
         is_later = tl.load(segments + middle) > segment
         low = tl.where(is_later, low, middle)
         high = tl.where(is_later, middle, high)
-    offsets += own * (blocks + 1) + low
+    offsets += head_of_lists * (blocks + 1) + low
     MEMBERS: tl.constexpr = GROUP * QUERIES
     begin = tl.load(offsets) + (segment - tl.load(segments + low)) * cut
     end = tl.minimum(begin + cut, tl.load(offsets + 1))
-    inverse += own * lists.rows * lists.most
+    inverse += head_of_lists * lists.rows * lists.most
     slots += first_row * lists.most
 
     inside = tl.arange(0, BLOCK_N)
@@ -242,8 +242,8 @@ def list_segments_kernel(
         return
     b = (owner // heads_k).to(tl.int64)
     h_k = owner % heads_k
-    own = (entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head) // lists.rows
-    segments += own * (blocks + 1) + block
+    head_of_lists = (entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head) // lists.rows
+    segments += head_of_lists * (blocks + 1) + block
     value = tile * BLOCK + tl.arange(0, BLOCK)
     keys = block * KEYS_EACH + value // DIM
     inside = (value < KEYS_EACH * DIM) & (keys < shape.seqlen_k)

@@ -77,12 +77,12 @@ def pair_rows_kernel(
     b, h, visit = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     h_k = h // shape.group
     first = first_line + tile_m * BLOCK_M
-    own = b
+    entry = b
     if SEQUENCES != NO_SEQUENCES:
-        own, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        entry, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         first = place * BLOCK_M
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     first_line_row = line_of(at, SEQUENCES)
     if SEQUENCES != NO_SEQUENCES:
@@ -177,12 +177,12 @@ def pair_columns_kernel(
     own_owner = program // tiles_n
     b, h_first, exists = head_at(own_owner, first_owner, end_owner, 0, 1, shape, SEQUENCES)
     h_k = h_first // shape.group
-    own = b
+    entry = b
     if SEQUENCES != NO_SEQUENCES:
-        own, tile_n = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
+        entry, tile_n = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
     first_place = tile_n * BLOCK_N
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     first_line_row = line_of(at, SEQUENCES)
     first_key_row = tl.zeros_like(b) if SEQUENCES == NO_SEQUENCES and ADD else at.row_k
@@ -277,16 +277,16 @@ def pair_sums_kernel(
     number = parts
     part = tl.zeros_like(slot)
     if SEQUENCES != NO_SEQUENCES:
-        own = slot % layout.number
+        entry = slot % layout.number
         slot = slot // layout.number
     b, h, exists = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     if SEQUENCES == NO_SEQUENCES:
         sums_of_head = sums + (b * shape.num_heads + h) * shape.seqlen_k
     else:
-        first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-        at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+        first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+        at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
         number = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        part = (at.row_q // BLOCK_M).to(tl.int32) + own
+        part = (at.row_q // BLOCK_M).to(tl.int32) + entry
         sums_of_head = sums + (at.b * (1 - layout.bias_keys) * shape.num_heads + h) * layout.dbias_keys
         sums_of_head += at.first_k * layout.bias_keys
     if exists:

@@ -43,12 +43,12 @@ PLACES, RAGGED, TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _first_of(bounds_ptr, own, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr):
+def _first_of(bounds_ptr, sequence, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr):
     """Return the first row of a sequence among the rows of all sequences: queries (COLUMN 0) or keys (COLUMN 2)."""
     if IS_PACKED:
-        return tl.load(bounds_ptr + own * 4 + COLUMN).to(tl.int64)
+        return tl.load(bounds_ptr + sequence * 4 + COLUMN).to(tl.int64)
     else:
-        return own.to(tl.int64) * slots
+        return sequence.to(tl.int64) * slots
 
 
 @triton.jit
@@ -116,13 +116,13 @@ def _pack_sequences_kernel(
     # Tile -1 covers the rows before the first sequence that no numbered tile covers.
     tile = tl.program_id(0) // strips % (tiles_q + 1) - 1
     head = (tl.program_id(0) // strips // (tiles_q + 1)).to(tl.int64)
-    own, first_q, place = _sequence_of(tile, bounds_ptr, number, slots, 0, IS_PACKED, TILE)
-    seqlen_q = tl.load(bounds_ptr + own * 4 + 1)
-    first_k = tl.load(bounds_ptr + own * 4 + 2)
-    seqlen_k = tl.load(bounds_ptr + own * 4 + 3)
+    sequence, first_q, place = _sequence_of(tile, bounds_ptr, number, slots, 0, IS_PACKED, TILE)
+    seqlen_q = tl.load(bounds_ptr + sequence * 4 + 1)
+    first_k = tl.load(bounds_ptr + sequence * 4 + 2)
+    seqlen_k = tl.load(bounds_ptr + sequence * 4 + 3)
     next_first_q = first_q * 0 + num_rows
-    if own + 1 < number:
-        next_first_q = _first_of(bounds_ptr, own + 1, slots, 0, IS_PACKED)
+    if sequence + 1 < number:
+        next_first_q = _first_of(bounds_ptr, sequence + 1, slots, 0, IS_PACKED)
 
     first_row, first_key = place * TILE, strip * BLOCK_K
     rows = first_row + tl.arange(0, TILE)
@@ -134,13 +134,13 @@ def _pack_sequences_kernel(
         is_read &= (first_key + (BLOCK_K - 1) >= first_row + low) & (first_key <= first_row + (TILE - 1) + high)
     bits = tl.zeros((TILE, BLOCK_K // 32), tl.uint32)
     if is_read:
-        start = own.to(tl.int64) * stride_own + head * stride_h
+        start = sequence.to(tl.int64) * stride_own + head * stride_h
         start += first_q * stride_first_q + first_k.to(tl.int64) * stride_first_k
         at = mask_ptr + start * VEC
         if KIND != PLACES:
             first_pair = first_q * 0
             if KIND == RAGGED:
-                first_pair = tl.load(pairs_ptr + own)
+                first_pair = tl.load(pairs_ptr + sequence)
             bits = _load_pairs(
                 at, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, first_pair, last, low, high,
                 KIND, HAS_BAND, BLOCK_K, TILE,
@@ -192,10 +192,10 @@ def _list_sequences_kernel(
         write_list(classes_ptr + row * tiles_k, 1, tiles_k, tiles_k, rows_ptr + row * (2 + tiles_k), BLOCK)
     else:
         column = index - tiles_q
-        own, _, place = _sequence_of(column, bounds_ptr, number, slots_k, 2, PACKS_KEYS, TILE)
-        top = _first_of(bounds_ptr, own, slots_q, 0, PACKS_QUERIES) // TILE + own
-        seqlen_q = tl.load(bounds_ptr + own * 4 + 1)
-        seqlen_k = tl.load(bounds_ptr + own * 4 + 3)
+        sequence, _, place = _sequence_of(column, bounds_ptr, number, slots_k, 2, PACKS_KEYS, TILE)
+        top = _first_of(bounds_ptr, sequence, slots_q, 0, PACKS_QUERIES) // TILE + sequence
+        seqlen_q = tl.load(bounds_ptr + sequence * 4 + 1)
+        seqlen_k = tl.load(bounds_ptr + sequence * 4 + 3)
         has_keys = (place >= 0) & (place < tl.cdiv(seqlen_k, TILE))
         existing = tl.where(has_keys, tl.cdiv(seqlen_q, TILE), 0)
         classes_ptr += (head * tiles_q + top) * tiles_k + place

@@ -135,24 +135,24 @@ def entry_of_tile(
     if SEQUENCES == NO_SEQUENCES:
         return head // shape.num_heads, tile, head % shape.num_heads
     else:
-        own, tile = sequence_at(tile, bounds, most, layout.number, SEARCH, 0, BLOCK)
-        return own, tile, head
+        entry, tile = sequence_at(tile, bounds, most, layout.number, SEARCH, 0, BLOCK)
+        return entry, tile, head
 
 
 @triton.jit
-def bounds_of(own, bounds, shape, SEQUENCES: tl.constexpr):
+def bounds_of(entry, bounds, shape, SEQUENCES: tl.constexpr):
     """Return the first query and the first key of an entry, or of a sequence, in its rows, and its shape."""
     if SEQUENCES == NO_SEQUENCES:
         return 0, 0, shape
     else:
-        at = bounds + own * 4
+        at = bounds + entry * 4
         return tl.load(at), tl.load(at + 2), shape_of(shape, tl.load(at + 1), tl.load(at + 3))
 
 
 @triton.jit
-def place_of(own, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
+def place_of(entry, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
     """Return the `Place` of an entry, or of a sequence; called after tiles beyond the last one have returned."""
-    b = own.to(tl.int64)
+    b = entry.to(tl.int64)
     if SEQUENCES == NO_SEQUENCES:
         row_q, row_k, all_rows = b * shape.seqlen_q, b * shape.seqlen_k, shape.batch * shape.seqlen_q
         return Place(b, b, b, 0, 0, row_q, row_k, shape.seqlen_q, all_rows, 0, False)

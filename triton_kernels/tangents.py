@@ -139,16 +139,16 @@ def tangents_kernel(
     side = program % SIDE_BY_SIDE
     program = program // SIDE_BY_SIDE
     tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
-    own, tile, h = entry_of_tile(
+    entry, tile, h = entry_of_tile(
         program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
     )
-    own = own * SIDE_BY_SIDE + side
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    entry = entry * SIDE_BY_SIDE + side
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
     tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     if SEQUENCES != NO_SEQUENCES:
         if tile >= tiles_m:
             return
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     h_k = h // shape.group
     statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q

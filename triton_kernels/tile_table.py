@@ -411,14 +411,15 @@ def tile_of(
         if is_small and kernel in _PIECES_SMALL and block_d <= 64:
             return _row(_PIECES_SMALL[kernel], block_d)
         return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
-    own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
+    from_table = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
-        return own
+        return from_table
     has_bias = bias == TILE_BIAS.value
     if has_bias and arch == "sm_90" and not bias_tma:
-        return own  # the tiles there were timed with a bias loaded by TMA, which needs fewer registers than pointers
+        # The tiles there were timed with a bias loaded by TMA, which needs fewer registers than pointers.
+        return from_table
     sizes = preferred(kernel, block_d, arch, has_bias)
-    return own if sizes in (None, own[:4]) else Tile(*sizes)
+    return from_table if sizes in (None, from_table[:4]) else Tile(*sizes)
 
 
 _BY_DISTANCE = (DISTANCES.value, CLAMPED.value)
@@ -504,6 +505,6 @@ def candidates(kernel: str, block_d: int, arch: str, has_bias: bool) -> tuple[Ti
         has_bias: whether there is a bias of one value per score.
     """
     bias = TILE_BIAS.value if has_bias else NO_BIAS.value
-    own = _tile_of_table(kernel, torch.bfloat16, block_d, arch, BAND.value, bias, arch == "sm_90", None)
+    from_table = _tile_of_table(kernel, torch.bfloat16, block_d, arch, BAND.value, bias, arch == "sm_90", None)
     others = {"sm_90": _OTHERS_SM90, "sm_100": _OTHERS_SM100}.get(arch, _OTHERS_SM80)
-    return (own, *(tile for tile in others[kernel][block_d] if tile != own))
+    return (from_table, *(tile for tile in others[kernel][block_d] if tile != from_table))

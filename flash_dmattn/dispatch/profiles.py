@@ -376,7 +376,7 @@ def gpu_names(arch: str) -> list[str]:
     """Return the model names of this machine's GPUs of an architecture; for "cpu" the model name of its CPU."""
     if arch == "cpu":
         return [cpu_name()]
-    return sorted({torch.cuda.get_device_name(index) for own, index in _gpus() if own == arch})
+    return sorted({torch.cuda.get_device_name(index) for gpu_arch, index in _gpus() if gpu_arch == arch})
 
 
 def cpu_name() -> str:
@@ -462,7 +462,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
 
     def beats(name: str, other: str) -> bool:
         pairs = zip(times[name], times[other], strict=True)
-        return not failed[name] and all(theirs is None or (own is not None and own < theirs) for own, theirs in pairs)
+        return not failed[name] and all(slower is None or (ms is not None and ms < slower) for ms, slower in pairs)
 
     if profile.arch == "cpu":
         return Judgement((), _slower_passes(profile, rows, failed["sdpa"], why), why)
@@ -492,11 +492,11 @@ def _slower_passes(
         return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
     pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
 
-    def is_faster(own: float | None, other: float | None) -> bool:
-        return own is None or other is None or own < other
+    def is_faster(ms: float | None, other: float | None) -> bool:
+        return ms is None or other is None or ms < other
 
-    forward = all(is_faster(own.forward, eager.forward) for own, eager in pairs)
-    backward = all(is_faster(own.backward, eager.backward) for own, eager in pairs)
+    forward = all(is_faster(sdpa.forward, eager.forward) for sdpa, eager in pairs)
+    backward = all(is_faster(sdpa.backward, eager.backward) for sdpa, eager in pairs)
     slower: Passes = (*(() if forward else _BOTH[:1]), *(() if backward else _BOTH[1:]))
     return (("sdpa", f"measured on this CPU: {why}", slower),) if slower else ()
 

@@ -29,8 +29,8 @@ def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]
     Inference mode has separate results, because a backward pass cannot save its tensors.
     """
     tensors = _tensors(sequences)
-    own = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
-    made: T = _kept.get(own, tensors, make)
+    full_key = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
+    made: T = _kept.get(full_key, tensors, make)
     return made
 
 
@@ -147,7 +147,7 @@ def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Te
     """
     on_host: Any = {"dtype": torch.int64, "device": "cpu"}
     bounds, keys = torch.tensor(documents, **on_host).view(-1, 2), torch.arange(start, stop, **on_host)
-    own = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
-    begins, ends = bounds[own.clamp(min=0)].unbind(1)
-    is_outside = (own < 0) | (keys >= ends)
+    document = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
+    begins, ends = bounds[document.clamp(min=0)].unbind(1)
+    is_outside = (document < 0) | (keys >= ends)
     return begins.masked_fill(is_outside, 0), ends.masked_fill(is_outside, 0)

@@ -36,7 +36,7 @@ class Moves(NamedTuple):
     """Positions that one rank sends and receives, in the whole sequence of keys.
 
     Attributes:
-        own: the positions of its local tensor.
+        local: the positions of its local tensor.
         held: the positions of the received tensor, in this order.
         sends: for each rank the positions that it needs from this one; for this rank the ones that it has itself, which
             are not sent.
@@ -46,7 +46,7 @@ class Moves(NamedTuple):
     """
 
     rank: int
-    own: Runs
+    local: Runs
     held: Runs
     sends: tuple[Runs, ...]
     receives: tuple[Runs, ...]
@@ -253,12 +253,12 @@ def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> 
     """Send gradients of the result of `fetch` to the ranks that own the rows, and return sums as `scatter` does."""
 
     def add(ranks: list[list[Tensor]]) -> list[Tensor]:
-        rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)
+        rows, dtype = length_of(moves.local), sum_dtype(tensors[0].dtype)
         total = [x.new_zeros(_resized(x, dim, rows), dtype=dtype) for x in tensors]
         for runs, arrived in zip(moves.sends, ranks):
             pieces = iter(arrived)
             for start, stop in runs:
-                place = place_in(moves.own, start)
+                place = place_in(moves.local, start)
                 for x in total:
                     x.narrow(dim, place, stop - start).add_(next(pieces))
         return total
@@ -273,7 +273,7 @@ def _exchange(
 
     `finish` gets a list of the runs of each rank, in the order of runs and then of tensors. Own runs are not sent.
     """
-    present, sends, receives, rank = moves.own, moves.sends, moves.receives, moves.rank
+    present, sends, receives, rank = moves.local, moves.sends, moves.receives, moves.rank
     if back:
         present, sends, receives = moves.held, receives, sends
     outgoing = [

@@ -512,8 +512,10 @@ def _check_named(call: Callable[..., Any], inner: Callable[..., Any], named: dic
 
 
 def _refuse_name(call: Callable[..., Any], inner: Callable[..., Any], name: str, first: int = 0) -> NoReturn:
-    own = [x for x in inspect.signature(call).parameters if x not in ("arguments", "named", "newer")]
-    names = dict.fromkeys([*own, *(x for x in tuple(inspect.signature(inner).parameters)[first:] if x != "newer")])
+    parameters = [x for x in inspect.signature(call).parameters if x not in ("arguments", "named", "newer")]
+    names = dict.fromkeys(
+        [*parameters, *(x for x in tuple(inspect.signature(inner).parameters)[first:] if x != "newer")]
+    )
     meant = similar(name, names)
     hint = f"it takes {', '.join(names)}" if meant is None else f"did you mean {meant!r}?"
     if name in ("mask", "bias", "attn_mask", "attn_bias", "attention_mask"):

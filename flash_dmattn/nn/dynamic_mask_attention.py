@@ -473,9 +473,9 @@ class DynamicMaskAttention(nn.Module):
         if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
             raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same")
         is_empty = len(bounds) == 0 or x.numel() == 0
-        own = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        sequence = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         if not is_empty:
-            own, positions, _ = token_places(bounds, 1, x.shape[0], is_packed=True)
+            sequence, positions, _ = token_places(bounds, 1, x.shape[0], is_packed=True)
         q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
         scores = self.key_scores(v)
         mask = bias = None
@@ -487,7 +487,7 @@ class DynamicMaskAttention(nn.Module):
                         f"sequences name no max_seqlen_k; a layer that keeps {self.keep_window_size} keys needs it "
                         "(Sequences.packed(..., max_seqlen_q=...))"
                     )
-                mask = self._select_packed_keys(scores.detach(), bounds, own, positions, spec.max_seqlen_k)
+                mask = self._select_packed_keys(scores.detach(), bounds, sequence, positions, spec.max_seqlen_k)
         return self._call(q, k, v, mask, bias) | {"sequences": sequences}
 
     def _call(
@@ -555,11 +555,11 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _select_packed_keys(
-        self, scores: Tensor, bounds: Tensor, own: Tensor, positions: Tensor, longest: int
+        self, scores: Tensor, bounds: Tensor, sequence: Tensor, positions: Tensor, longest: int
     ) -> Tensor:
         """Make the mask (Hk, T, longest) of the kept keys; columns count from the start of each query's sequence.
 
-        scores is (T, Hk). `own`, (T,), is the sequence of each token, and `positions`, (T,), its position there.
+        scores is (T, Hk). `sequence`, (T,), is the sequence of each token, and `positions`, (T,), its position there.
         """
         assert self.keep_window_size is not None
         keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)
@@ -570,5 +570,5 @@ class DynamicMaskAttention(nn.Module):
         start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
         position = positions[:, None]
         # Head by head, because the comparison needs 4 bytes for each byte of the mask.
-        rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
+        rows = [(start[sequence, h] <= position) & (position < stop[sequence, h]) for h in range(start.shape[1])]
         return torch.stack(rows)

@@ -517,12 +517,12 @@ class TokenPlaces(NamedTuple):
     """The sequence of each row of a tensor (S, L, ...) or (1, T, ...), with all rows flattened.
 
     Attributes:
-        own: int64 (rows,), the sequence; an arbitrary existing one for a row of no sequence.
+        sequence: int64 (rows,), the sequence; an arbitrary existing one for a row of no sequence.
         place: int64 (rows,), the index of the row in that sequence; negative or too large if it is no token of it.
         is_used: bool (rows,), whether the row is a token of the sequence.
     """
 
-    own: Tensor
+    sequence: Tensor
     place: Tensor
     is_used: Tensor
 
@@ -533,8 +533,8 @@ def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> To
     if is_packed:
         firsts = bounds[:, 0].long()
         # The last sequence that begins at or before the row: an empty one begins at the same row as the next.
-        own = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
-        place = row - firsts[own]
+        sequence = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
+        place = row - firsts[sequence]
     else:
-        own, place = row // rows, row % rows
-    return TokenPlaces(own, place, (place >= 0) & (place < bounds[own, 1]))
+        sequence, place = row // rows, row % rows
+    return TokenPlaces(sequence, place, (place >= 0) & (place < bounds[sequence, 1]))

@@ -180,8 +180,8 @@ def message_of(raised: Exception) -> str:
 def fastest(times: Times) -> Sizes:
     """Return the tile to use: the first, from the tile table, unless it failed or another one is clearly faster."""
     known = {sizes: x for sizes, x in times.items() if isinstance(x, float)}
-    best, own = min(known, key=lambda sizes: known[sizes]), next(iter(times))
-    return own if known.get(own, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
+    best, default = min(known, key=lambda sizes: known[sizes]), next(iter(times))
+    return default if known.get(default, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
 
 
 def table(timed: Mapping[str, Times]) -> str:

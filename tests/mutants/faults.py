@@ -95,8 +95,8 @@ _PYTHON = (
     Fault(
         "gradients of keys that ranks read of each other are summed in 16 bits",
         "flash_dmattn/distributed/exchange.py",
-        "rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)",
-        "rows, dtype = length_of(moves.own), tensors[0].dtype",
+        "rows, dtype = length_of(moves.local), sum_dtype(tensors[0].dtype)",
+        "rows, dtype = length_of(moves.local), tensors[0].dtype",
         ("tests/test_distributed_slices.py::test_gradients_of_all_ranks_are_added_in_fp32[True]",),
     ),
     Fault(
@@ -230,7 +230,7 @@ _PYTHON = (
     Fault(
         "heads of another group share a column",
         "flash_dmattn/statistics.py",
-        "own.repeat(num_heads // columns, 1)",
+        "one_hot.repeat(num_heads // columns, 1)",
         "own.repeat_interleave(num_heads // columns, 0)",
         (f"{_STATISTICS}test_key_sums_of_random_calls[q]",),
     ),

@@ -160,10 +160,10 @@ class _Reordered:
 
     def __init__(self, order: Tensor, dk: Tensor | None, dv: Tensor | None, sums: Tensor | None) -> None:
         places = order.shape[2]
-        own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
+        identity = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
         by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
         self.results: tuple[Tensor | None, ...] = (
-            own,
+            identity,
             *by_place,
             None if sums is None else sums.new_zeros((*sums.shape[:2], places)),
         )

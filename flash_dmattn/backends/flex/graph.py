@@ -171,8 +171,8 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
             return run(form, *tensors)
 
         code = call.__code__.replace(co_name=f"flex_attention_{next(_numbers)}")
-        own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled.put(key, compile_to_keep_buffers(own, compiler, dynamic))
+        copy = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+        function = _compiled.put(key, compile_to_keep_buffers(copy, compiler, dynamic))
     return function
 
 

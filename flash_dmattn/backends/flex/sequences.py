@@ -207,31 +207,31 @@ def _sequence_rows(bounds: Tensor, size: SideSize) -> tuple[SequenceRows, Tensor
     ends = tiles.cumsum(0, dtype=torch.int32)
     first_tile = ends - tiles
     tile = torch.arange(size.tiles, device=bounds.device, dtype=torch.int32)
-    own = torch.searchsorted(ends, tile, right=True, out_int32=True)
-    is_used = (own < len(ends))[:, None]  # tiles are left over if sequences are shorter than the bound
-    own = own.clamp(max=len(ends) - 1)
-    local = (tile - first_tile[own])[:, None].masked_fill(~is_used, 0)
-    own = own[:, None]
+    number = torch.searchsorted(ends, tile, right=True, out_int32=True)
+    is_used = (number < len(ends))[:, None]  # tiles are left over if sequences are shorter than the bound
+    number = number.clamp(max=len(ends) - 1)
+    local = (tile - first_tile[number])[:, None].masked_fill(~is_used, 0)
+    number = number[:, None]
     place = local * BLOCK + torch.arange(BLOCK, device=bounds.device, dtype=torch.int32)
-    length = bounds[:, 1][own]
-    first = bounds[:, 0][own] if size.is_packed else own * size.tokens
+    length = bounds[:, 1][number]
+    first = bounds[:, 0][number] if size.is_packed else number * size.tokens
     token = (first + place).masked_fill(~(is_used & (place < length)), -1)
     tokens = token_places(bounds, size.entries, size.tokens, bool(size.is_packed))
-    row = (first_tile[tokens.own] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
+    row = (first_tile[tokens.sequence] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
     place = place % length.clamp(1, size.most)
-    side = SequenceRows(token.flatten(), row.to(torch.int32), own.expand(-1, BLOCK).flatten(), place.flatten())
+    side = SequenceRows(token.flatten(), row.to(torch.int32), number.expand(-1, BLOCK).flatten(), place.flatten())
     return side, first_tile * BLOCK
 
 
 def _limits(bounds: Tensor, queries: SequenceRows, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
     """Return the first and the last row of keys for each row of queries: int32, 1 and 0 for an empty row."""
     seqlen_q, seqlen_k = bounds[:, 1], bounds[:, 3]
-    own = queries.sequence
-    middle = queries.place + (seqlen_k - seqlen_q)[own]
-    last = seqlen_k[own] - 1
+    sequence_of_row = queries.sequence
+    middle = queries.place + (seqlen_k - seqlen_q)[sequence_of_row]
+    last = seqlen_k[sequence_of_row] - 1
     lower = torch.zeros_like(middle) if left < 0 else (middle - left).clamp(min=0)
     upper = last if right < 0 else torch.minimum(last, middle + right)
-    first, is_empty = first_row_k[own], queries.token < 0
+    first, is_empty = first_row_k[sequence_of_row], queries.token < 0
     return (first + lower).masked_fill(is_empty, 1), (first + upper).masked_fill(is_empty, 0)
 
 
@@ -264,8 +264,8 @@ def _mask_classes(mask: Tensor, packing: Packing, queries: SequenceRows, keys: S
         return count > 0, count == BLOCK * BLOCK
     some, every = mask_classes(x, *(tile_edges(n, mask.device) for n in x.shape[2:]))
     if read == "none":
-        own = queries.sequence[::BLOCK]
-        entry = own if x.shape[0] > 1 else torch.zeros_like(own)
+        sequence_of_tile = queries.sequence[::BLOCK]
+        entry = sequence_of_tile if x.shape[0] > 1 else torch.zeros_like(sequence_of_tile)
         at = (entry[:, None], slice(None), local_q[:, None], local_k)
         some, every = (classes[at].permute(2, 0, 1)[None] for classes in (some, every))
     return some, every

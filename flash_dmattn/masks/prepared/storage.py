@@ -55,9 +55,9 @@ class BatchMask(PreparedMask):
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
         """Expand the leading dims to `dims`, which may be longer than `batch_dims`, with a copy of the tensors."""
-        own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
+        dims_in_view = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
         tensors = [
-            x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
+            x.view(*dims_in_view, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
             for x in self.tensors
         ]
         return self._with_tensors(tensors, leading=dims)
