@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lists import Chosen
+from .lists import ListValues
 
 
 class Distances(NamedTuple):
@@ -40,7 +40,7 @@ class Distances(NamedTuple):
 # A bias of a call: a value for each score, with broadcast dims, or for each distance.
 AnyBias = Tensor | Distances
 # The chunked passes index entries of lists in place; the formula receives a matrix.
-ChunkBias = AnyBias | Chosen
+ChunkBias = AnyBias | ListValues
 
 
 def values_of(bias: ChunkBias | None) -> Tensor | None:

@@ -27,15 +27,15 @@ from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
 from .entropy import delta_of_sink, joined_gradients
-from .lists import Chosen
+from .lists import ListValues
 from .masks import AnyMask, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import (
     BiasGradient,
-    ChosenGradient,
     DistanceGradient,
     Keys,
     KeySums,
+    ListValuesGradient,
     Rows,
     Scores,
     exponential,
@@ -266,8 +266,8 @@ def backward(
     if bias is not None and need_bias:
         if isinstance(bias, Distances):
             dbias = DistanceGradient(bias, chunks, repeats[1])
-        elif isinstance(bias, Chosen):
-            dbias = ChosenGradient(bias, chunks, repeats[1])
+        elif isinstance(bias, ListValues):
+            dbias = ListValuesGradient(bias, chunks, repeats[1])
         else:
             dbias = BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)

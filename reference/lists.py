@@ -29,7 +29,7 @@ class Lists(NamedTuple):
     block_k: int
 
 
-class Chosen(NamedTuple):
+class ListValues(NamedTuple):
     """A bias with one value for each entry of a list, which all keys of its block get.
 
     Attributes:

@@ -21,7 +21,7 @@ from . import tangents as forward_mode
 from .chunks import is_capturing
 from .distances import ChunkBias, values_of, with_values
 from .dropout import Dropout
-from .lists import Chosen, Lists, dense_bias, slot_table, value_gradient
+from .lists import Lists, ListValues, dense_bias, slot_table, value_gradient
 from .masks import AnyMask, TileBits
 from .tangents import Cotangents, Tangents
 
@@ -158,7 +158,7 @@ class Batch:
         """Return the part of a bias for sequences."""
         if isinstance(x, Tensor):
             return self.scores("bias", x, s)
-        if isinstance(x, Chosen):
+        if isinstance(x, ListValues):
             lists = self.mask(x.lists, s)
             assert isinstance(lists, Lists)
             x = x._replace(lists=lists)
@@ -405,7 +405,7 @@ def _as_tensors(
     if not isinstance(mask, Lists):
         return inputs, lambda dbias: dbias
     slots = slot_table(mask, q.shape[1], k.shape[1])
-    if not isinstance(bias, Chosen):
+    if not isinstance(bias, ListValues):
         return (q, k, v, slots >= 0, bias), lambda dbias: dbias
     # Gradients are rounded once.
     values, step = bias.values.to(torch.promote_types(bias.values.dtype, formula.softmax_dtype(q))), mask.block_q

@@ -28,15 +28,15 @@ from .chunks import DEFAULT_CHUNK_BYTES, Chunks, Span
 from .distances import ChunkBias, Distances, values_of, with_values
 from .dropout import Dropout
 from .eager import cut, kept_in
-from .lists import Chosen
+from .lists import ListValues
 from .masks import AnyMask
 from .sinks import sink_probability
 from .tiles import (
     BiasGradient,
-    ChosenGradient,
     DistanceGradient,
     Keys,
     KeySums,
+    ListValuesGradient,
     Rows,
     Scores,
     bias_reader,
@@ -409,6 +409,6 @@ def _bias_gradient(bias: ChunkBias | None, chunks: Chunks, repeat: int) -> BiasG
     assert bias is not None
     if isinstance(bias, Distances):
         return DistanceGradient(bias, chunks, repeat)
-    if isinstance(bias, Chosen):
-        return ChosenGradient(bias, chunks, repeat)
+    if isinstance(bias, ListValues):
+        return ListValuesGradient(bias, chunks, repeat)
     return BiasGradient(bias, None, chunks, repeat, by_score=True)

@@ -11,7 +11,7 @@ from . import formula
 from .blocks import Block, grouped_own
 from .chunks import Chunks, Span
 from .distances import ChunkBias, Distances, dense, distance_sums
-from .lists import Chosen, blocks_of, spread, sum_blocks
+from .lists import ListValues, blocks_of, spread, sum_blocks
 from .masks import ListReader, run_of
 
 _LOG2_E = math.log2(math.e)
@@ -140,10 +140,10 @@ class DistanceReader(BiasReader):
         return part if isinstance(keys, slice) else part.index_select(4, keys - run.start)
 
 
-class ChosenReader(BiasReader):
+class ListValuesReader(BiasReader):
     """The values of entries of lists, expanded block by block."""
 
-    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+    def __init__(self, bias: ListValues, chunks: Chunks, repeat: int) -> None:
         self._bias = formula.grouped(bias.values, chunks.num_heads_k, chunks.num_heads)
         self._lists = ListReader(bias.lists, chunks.num_heads_k, chunks.num_heads, bias.repeat)
         self._repeat = repeat
@@ -161,8 +161,8 @@ class ChosenReader(BiasReader):
 
 
 def bias_reader(bias: ChunkBias, chunks: Chunks, repeat: int) -> BiasReader:
-    if isinstance(bias, Chosen):
-        return ChosenReader(bias, chunks, repeat)
+    if isinstance(bias, ListValues):
+        return ListValuesReader(bias, chunks, repeat)
     if isinstance(bias, Tensor):
         return BiasReader(bias, chunks, repeat)
     return DistanceReader(bias, chunks, repeat)
@@ -318,10 +318,10 @@ class DistanceGradient(BiasGradient):
         )
 
 
-class ChosenGradient(BiasGradient):
+class ListValuesGradient(BiasGradient):
     """The gradient of the values of entries of lists, summed chunk by chunk in their shape."""
 
-    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+    def __init__(self, bias: ListValues, chunks: Chunks, repeat: int) -> None:
         values = bias.values
         self._shape, self._dtype, self._group, self._repeat = values.shape, values.dtype, chunks.group, repeat
         self.needs_scores = True

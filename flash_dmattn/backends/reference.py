@@ -17,7 +17,7 @@ from ..reference import formula
 from ..reference import sequences as loop
 from ..reference.distances import AnyBias, ChunkBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
-from ..reference.lists import Chosen, Lists, dense_bias, slot_table, value_gradient
+from ..reference.lists import Lists, ListValues, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
 from .mask_choice import convert
 from .protocol import Backend, Forward, Rule
@@ -82,7 +82,7 @@ def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
 def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
     """Return the bias of a call, with the lists if it has values for entries of lists."""
     if inputs.bias is not None and problem.flags.is_list_bias:
-        return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
+        return ListValues(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
     return bias_of(problem, inputs)
 
 

@@ -28,7 +28,7 @@ from ..problem import (
 )
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
-from .documents import Documents, in_words, kept_of, read_documents
+from .documents import Documents, bounds_text, cached_for, read_documents
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout, size_and_rank
 from .layout import SequenceLayout
@@ -146,7 +146,7 @@ class ParallelCall(NamedTuple):
             "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
             **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
-            "documents": in_words(self.documents),
+            "documents": bounds_text(self.documents),
             "keys sent": "those that are read" if self.sends_parts else "all",
             **{name: getattr(p, name) for name in _SAME},
             "requires_grad": ", ".join(needed) or "nothing",
@@ -335,8 +335,8 @@ class Request(NamedTuple):
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
         # The distances that need a value depend on all rows, which are checked below.
         numbers = None if by_distance is None else by_distance._replace(outside="zero")
-        own = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
-        problem, _, _ = describe(own._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
+        call = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
+        problem, _, _ = describe(call._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
         if by_distance is not None and bias is not None:
             lengths, outside = (layout.length, layout_k.length), by_distance.outside
             longest = max(stop - start for start, stop in zip(documents[::2], documents[1::2])) if documents else 0
@@ -389,11 +389,11 @@ class Request(NamedTuple):
                 )
             layout_k = layout
         check_layout(layout_k, size, "layout_k")
-        for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
-            if x.shape[1] != own.local_length:
+        for name, x, sharding in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+            if x.shape[1] != sharding.local_length:
                 raise ValueError(
-                    f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {size} ranks has of "
-                    f"{own.length}: layout.shard({name}, 1, rank) takes them"
+                    f"{name} has {x.shape[1]} rows; it needs the {sharding.local_length} that each of {size} ranks has "
+                    f"of {sharding.length}: layout.shard({name}, 1, rank) takes them"
                 )
         return layout_k
 
@@ -412,14 +412,14 @@ def _mask_of(
     problem: AttentionProblem,
 ) -> ShardedMask:
     """Make the mask of documents from the bounds of the sequences, on the device of q, once for all layers."""
-    own = (device, layout, rank, problem.is_causal, problem.window_size)
-    return kept_of(sequences, own, lambda: ShardedMask._of_documents(documents, *own))
+    arguments = (device, layout, rank, problem.is_causal, problem.window_size)
+    return cached_for(sequences, arguments, lambda: ShardedMask._of_documents(documents, *arguments))
 
 
 def _one_of_lists(mask: ShardedMask) -> PreparedMask:
     """Return a placeholder for the lists of all rows of a rank: their sizes and the band of the call."""
-    own = [lists_beside(one) for one in mask.masks]
-    number, first = sum(x.keys.shape[2] for x in own), own[0]
+    lists = [lists_beside(part) for part in mask.masks]
+    number, first = sum(x.keys.shape[2] for x in lists), lists[0]
     keys = _without_memory(first.keys, *first.keys.shape[:2], number, first.keys.shape[3])
     rows, every_key = mask.layout.local_length, mask.layout_k.length
     band: dict[str, Any] = {"is_causal": mask.is_causal, "window_size": mask.window_size}

@@ -20,17 +20,17 @@ T = TypeVar("T")
 # The bounds of each document in the whole sequence: (begin, end, begin, end, ...), ascending.
 Documents = tuple[int, ...]
 
-_kept = TensorCache()
+_cache = TensorCache()
 
 
-def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
+def cached_for(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
     """Return the cached result of `make` for sequences and a key: made once for all layers, until the sequences change.
 
     Inference mode has separate results, because a backward pass cannot save its tensors.
     """
     tensors = _tensors(sequences)
     full_key = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
-    made: T = _kept.get(full_key, tensors, make)
+    made: T = _cache.get(full_key, tensors, make)
     return made
 
 
@@ -77,30 +77,30 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
         ends = [end for start, number in zip(bounds, lengths) for end in (start, start + number) if number]
         return tuple(ends) or (0, 0)  # an empty document, because () means no documents
 
-    return kept_of(sequences, (length,), make)
+    return cached_for(sequences, (length,), make)
 
 
-def written(documents: Documents) -> str:
+def format_bounds(documents: Documents) -> str:
     """Return bounds as a string, because Dynamo makes ints that change dynamic, but recompiles for a new string."""
     return " ".join(map(str, documents))
 
 
 @assume_constant  # Dynamo traces no such strings
-def parsed(bounds: str) -> Documents:
-    """Parse the bounds from a string of `written`.
+def parse_bounds(bounds: str) -> Documents:
+    """Parse the bounds from a string of `format_bounds`.
 
-    >>> parsed(written((0, 4, 4, 10))), parsed(written(()))
+    >>> parse_bounds(format_bounds((0, 4, 4, 10))), parse_bounds(format_bounds(()))
     ((0, 4, 4, 10), ())
     """
-    return _parsed(bounds)
+    return _parse_bounds(bounds)
 
 
 @lru_cache(maxsize=256)
-def _parsed(bounds: str) -> Documents:
+def _parse_bounds(bounds: str) -> Documents:
     return tuple(map(int, bounds.split()))
 
 
-def in_words(documents: Documents) -> str:
+def bounds_text(documents: Documents) -> str:
     """Return bounds as text for comparisons and messages; long lists are hashed, because sending them takes time."""
     if len(documents) <= 16:
         return str(documents)
@@ -108,12 +108,12 @@ def in_words(documents: Documents) -> str:
 
 
 @assume_constant  # Dynamo traces no bisection; the bounds are numbers for it
-def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
+def document_limits(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
     """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether it is one document.
 
     `stop` is at least b, so that the sides of a window in a slice are never negative.
 
-    >>> limits_of((0, 4, 4, 10), 5, 7), limits_of((0, 4, 4, 10), 2, 7), limits_of((0, 4), 5, 7)
+    >>> document_limits((0, 4, 4, 10), 5, 7), document_limits((0, 4, 4, 10), 2, 7), document_limits((0, 4), 5, 7)
     ((4, 10, True), (0, 10, False), (7, 7, False))
     """
     begins, ends = documents[::2], documents[1::2]
@@ -136,7 +136,7 @@ def rows_outside(
         is_outside = layout.shard(begins == ends, 0, rank)
         return (is_outside.to(device) if bool(is_outside.any()) else None,)
 
-    return kept_of(sequences, ("rows outside", layout, rank, device), make)[0]
+    return cached_for(sequences, ("rows outside", layout, rank, device), make)[0]
 
 
 def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..definition import define
-from .documents import Documents, in_words
+from .documents import Documents, bounds_text
 from .group import Members, agree_within, process_group
 from .layout import Interval, SequenceLayout, from_flat
 from .slices import HeadGroup, Slice, plan
@@ -127,10 +127,10 @@ def moves_of(
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window, documents) for r in range(rows.world_size)]
-    own, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
-    sends = tuple(common(own, runs) for runs in reads)
+    local, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
+    sends = tuple(common(local, runs) for runs in reads)
     receives = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
-    return Moves(rank, own, held, sends, receives, _pieces(held, receives))
+    return Moves(rank, local, held, sends, receives, _pieces(held, receives))
 
 
 def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -281,7 +281,7 @@ def _exchange(
         for runs in sends
     ]
     shapes = [[_resized(x, dim, stop - start) for start, stop in runs for x in tensors] for runs in receives]
-    own, outgoing[rank], shapes[rank] = outgoing[rank], [], []
+    not_sent, outgoing[rank], shapes[rank] = outgoing[rank], [], []
     like = tensors[0]
     sizes_sent = [like.itemsize * sum(x.numel() for x in pieces) for pieces in outgoing]
     sizes_received = [like.itemsize * sum(shape.numel() for shape in each) for each in shapes]
@@ -299,7 +299,7 @@ def _exchange(
     def unpack(received: Tensor) -> list[Tensor]:
         pieces = iter(received.split([shape.numel() for each in shapes for shape in each]))
         ranks = [[next(pieces).view(shape) for shape in each] for each in shapes]
-        ranks[rank] = own
+        ranks[rank] = not_sent
         return finish(ranks)
 
     return Pending(work, sent, received, unpack)
@@ -351,9 +351,9 @@ class Route(NamedTuple):
 
     def compare(self, direction: str, **values: object) -> None:
         """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""
-        own = {**self._asdict(), "documents": in_words(self.documents)}
-        del own["rank"]
-        agree_within(self.group, direction, self.number, {**values, **own})
+        route = {**self._asdict(), "documents": bounds_text(self.documents)}
+        del route["rank"]
+        agree_within(self.group, direction, self.number, {**values, **route})
 
     def bring(self, tensors: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
         """Send the rows of this rank along `dim`, and return the keys that it needs, `held`, or all keys."""
@@ -461,8 +461,8 @@ def _trade_fake(tensors: Sequence[Tensor], group: str, direction: str, number: i
     for x, layout in zip(tensors, _layouts(*where)):
         batch, _, heads, dim = x.shape
         size = layout.world_size
-        length, own = (layout.length, heads // size) if to_heads else (layout.local_length, heads * size)
-        traded.append(x.new_empty(batch, length, own, dim))
+        length, heads = (layout.length, heads // size) if to_heads else (layout.local_length, heads * size)
+        traded.append(x.new_empty(batch, length, heads, dim))
     return traded
 
 
@@ -552,8 +552,8 @@ class HeadTrade(NamedTuple):
         """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
         if lse is None:
             return self._trade([out], "out", to_heads=False)[0], None
-        own, columns = self._trade([out, lse.transpose(1, 2)[..., None]], "out lse", to_heads=False)
-        return own, columns.squeeze(-1).transpose(1, 2)
+        rows, columns = self._trade([out, lse.transpose(1, 2)[..., None]], "out lse", to_heads=False)
+        return rows, columns.squeeze(-1).transpose(1, 2)
 
     def _trade(
         self, tensors: Sequence[Tensor], names: str, *, to_heads: bool, direction: str = "forward"
@@ -570,7 +570,7 @@ class HeadTrade(NamedTuple):
         def back(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             needed = {name: x for name, x in zip(names.split(), gradients) if x is not None}
             traded = self._trade([*needed.values()], " ".join(needed), to_heads=not to_heads, direction="backward")
-            own = dict(zip(needed, traded))
-            return tuple([own.get(name) for name in names.split()])
+            by_name = dict(zip(needed, traded))
+            return tuple([by_name.get(name) for name in names.split()])
 
         return cast("tuple[Tensor, ...]", _exchanged(tensors, there, back))

@@ -144,8 +144,9 @@ def explain_context_parallel(
     >>> dist.destroy_process_group()
     """
     passed = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "group": group, "layout": layout}
-    own, like = explain_context_parallel, context_parallel_attention
-    arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
+    arguments = arguments_like(
+        context_parallel_attention, explain_context_parallel, **passed, return_lse=return_lse, **options
+    )
     requested = choice_in_force(arguments.pop("backend"))
     raw_flags = RawFlags(**{name: arguments.pop(name) for name in RawFlags._fields if name in arguments})
     groups = groups_of(arguments.pop("group"))
@@ -288,22 +289,22 @@ def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
 def _summed(call: ParallelCall) -> Iterator[Transfer]:
     needs = call.problem.needs_grad
 
-    def gathered(what: str, own: int, size: int) -> Transfer:
-        return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
+    def gathered(what: str, sent: int, size: int) -> Transfer:
+        return Transfer(what, "all_gather", (size - 1) * sent, (size - 1) * sent)
 
     added = call.request.added
     if added is not None and call.request.sums_added:
         for members in reversed(call.request.groups):
             yield gathered("dbias beside lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
     terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
-    for name, own, passed, needed in terms:
-        if own is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
+    for name, x, passed, needed in terms:
+        if x is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
             continue
-        itemsize = sum_dtype(own.dtype).itemsize
+        itemsize = sum_dtype(x.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
-            yield _keys_moved(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize, back=True)
+            yield _keys_moved(call, "dbias, sharded by keys", x.shape[:3].numel() * itemsize, back=True)
         elif call.request.reduce_bias_grad:
-            yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
+            yield gathered(f"d{name}, summed", x.numel() * itemsize, call.members.size)
         if call.request.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
             # The gradient has all heads: a rank's is zero for heads that it does not compute.
             every_head = as_scores(passed) if name == "bias" else passed

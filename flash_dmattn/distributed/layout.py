@@ -146,13 +146,13 @@ class SequenceLayout:
         for first in range(0, self.world_size, number):
             members = self.intervals[first : first + number]
             runs = sorted((start, stop, r) for r, intervals in enumerate(members) for start, stop in intervals)
-            own: list[list[Interval]] = [[] for _ in members]
+            within: list[list[Interval]] = [[] for _ in members]
             row = 0
             for start, stop, r in runs:
-                own[r].append((row, row + stop - start))
+                within[r].append((row, row + stop - start))
                 row += stop - start
             outer.append(tuple((start, stop) for start, stop, _ in runs))
-            inner.append(SequenceLayout(row, tuple(tuple(x) for x in own)))
+            inner.append(SequenceLayout(row, tuple(tuple(x) for x in within)))
         return SequenceLayout(self.length, tuple(outer)), tuple(inner)
 
     @property

@@ -275,9 +275,9 @@ class GatherSettings(NamedTuple):
 
     def compare(self, direction: str, x: Operands) -> None:
         """Compare the operator with the operators of the other ranks, whose masks may have other forms."""
-        own = {**x._asdict(), **self._asdict()}
-        del own["mask"], own["route"], own["mask_forms"]
-        self.route.compare(direction, **own)
+        values = {**x._asdict(), **self._asdict()}
+        del values["mask"], values["route"], values["mask_forms"]
+        self.route.compare(direction, **values)
 
     def rows(self, x: Operands) -> RankRows:
         """Return the calls of this rank."""
@@ -492,10 +492,10 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
         return [MaskView()] * len(parts)
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
-        own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
-        if own is None:
+        part_mask = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
+        if part_mask is None:
             views.append(MaskView())
             continue
         problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
-        views.append(view_of(problem, choose_form(problem, *pair), own))
+        views.append(view_of(problem, choose_form(problem, *pair), part_mask))
     return views

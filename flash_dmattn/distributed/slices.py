@@ -29,7 +29,7 @@ from ..problem import (
     values_can_be_read,
 )
 from ..sequences import Sequences
-from .documents import Documents, limits_of, parsed, read_documents, rows_seeing, written
+from .documents import Documents, document_limits, format_bounds, parse_bounds, read_documents, rows_seeing
 from .layout import SequenceLayout
 
 # Slices of keys start at a multiple of it, so that rows of masks and biases keep the alignment that kernels need.
@@ -140,9 +140,11 @@ def plan(
     """
     slices, row = [], 0
     for a, b in layout.runs(rank):
-        first, last, is_one = limits_of(documents, a, b) if documents else (0, seqlen_k, False)
-        start, stop, own = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
-        slices.append(Slice(row, row + b - a, start, stop, own, stop - b - (seqlen_k - layout.length), not is_one))
+        first, last, is_one = document_limits(documents, a, b) if documents else (0, seqlen_k, False)
+        start, stop, slice_window = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
+        slices.append(
+            Slice(row, row + b - a, start, stop, slice_window, stop - b - (seqlen_k - layout.length), not is_one)
+        )
         row += b - a
     return tuple(slices)
 
@@ -177,9 +179,9 @@ def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup, has_keys: 
     if spec is None:
         return None
     b, h, i, j = spec.shape
-    own = heads.of(h)
+    kept = heads.of(h)
     keys = part.seqlen_k if j > 1 and has_keys else j
-    return spec._replace(shape=(b, own.stop - own.start, part.seqlen_q if i > 1 else i, keys))
+    return spec._replace(shape=(b, kept.stop - kept.start, part.seqlen_q if i > 1 else i, keys))
 
 
 def share_of_values(rows: int, local_length: int, block_q: int) -> int:
@@ -343,7 +345,7 @@ class ShardedMask:
                 masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
             else:
                 masks.append(None)
-        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), written(documents))
+        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), format_bounds(documents))
 
     @classmethod
     def from_lists(
@@ -395,10 +397,10 @@ class ShardedMask:
 
         def lists_of(part: Slice, rows: slice) -> PreparedMask:
             # The band hides these keys from all queries of the slice.
-            first, own = part.start // block_k, index[:, :, rows].long()
-            seen = (own >= first) & (own < -(-part.stop // block_k))
+            first, blocks = part.start // block_k, index[:, :, rows].long()
+            seen = (blocks >= first) & (blocks < -(-part.stop // block_k))
             return PreparedMask.from_lists(
-                torch.where(seen, own - first, -1),
+                torch.where(seen, blocks - first, -1),
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.seqlen_k,
                 block_size=(block_q, block_k),
@@ -467,11 +469,11 @@ class ShardedMask:
             blocks = -(-part.stop // block_k)
             if isinstance(scores, IndexScores):
                 q, weights = scores.q[:, rows], scores.weights[:, rows]
-                own: Any = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
+                part_scores: Any = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
             else:
-                own = scores[..., rows, :blocks]
+                part_scores = scores[..., rows, :blocks]
             made: Any = PreparedMask.from_topk_lists(
-                own,
+                part_scores,
                 k,
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.stop,
@@ -535,7 +537,7 @@ class ShardedMask:
     @property
     def documents(self) -> Documents:
         """The bounds of each document, (begin, end, begin, end, ...); () without packed sequences."""
-        return parsed(self.bounds)
+        return parse_bounds(self.bounds)
 
     @property
     def form(self) -> MaskForm:
@@ -551,12 +553,12 @@ class ShardedMask:
         Raises:
             TypeError: it has no lists.
         """
-        own = [lists_beside(mask) for mask in self.masks]
+        lists = [lists_beside(mask) for mask in self.masks]
         parts = self._parts
-        block_size, rows, keys = own[0].block_size, self.layout.local_length, self.layout_k.length
+        block_size, rows, keys = lists[0].block_size, self.layout.local_length, self.layout_k.length
         firsts = [part.start // block_size[1] for part in parts]
-        named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, own, strict=True)]
-        tensors = [torch.cat(x, 2) for x in (named, [x.count for x in own], [x.slots for x in own])]
+        named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, lists, strict=True)]
+        tensors = [torch.cat(x, 2) for x in (named, [x.count for x in lists], [x.slots for x in lists])]
         return PreparedMask._made("lists", tensors, seqlen_q=rows, seqlen_k=keys, block_size=block_size)
 
     @property
@@ -575,8 +577,8 @@ class ShardedMask:
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for part, mask in zip(self._parts, self.masks, strict=True):
             every = dense.new_ones(1, 1, part.seqlen_q, part.seqlen_k)
-            own = PreparedMask.from_mask(every, window_size=part.window) if mask is None else mask
-            dense[:, :, part.rows, part.keys] = own.dense()
+            prepared = PreparedMask.from_mask(every, window_size=part.window) if mask is None else mask
+            dense[:, :, part.rows, part.keys] = prepared.dense()
         return dense
 
     @property

@@ -838,7 +838,7 @@ _PYTHON = (
     Fault(
         "entries of lists count from the first of all keys in a slice",
         "flash_dmattn/distributed/slices.py",
-        "torch.where(seen, own - first, -1)",
+        "torch.where(seen, blocks - first, -1)",
         "torch.where(seen, own, -1)",
         ("tests/test_distributed_slices.py::test_lists_of_ranks_are_those_of_the_whole_call[blocks0-2]",),
     ),
