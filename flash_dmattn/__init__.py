@@ -12,7 +12,7 @@ from ._version import __version__
 # A module of flash-dmattn 1.x, which has this import name, too.
 if (_Path(__file__).parent / "flash_dmattn_interface.py").is_file():
     raise ImportError(
-        f"{_Path(__file__).parent} has files of flash-dmattn 1.x beside those of flash_dmattn {__version__}, which has "
+        f"{_Path(__file__).parent} has files of flash-dmattn 1.x and of flash_dmattn {__version__}, which have "
         "the same import name; run `python -m pip uninstall flash-dmattn`, then install flash_dmattn again"
     )
 

@@ -253,9 +253,7 @@ def explain(
     del arguments["return_aux"]
     if type(q) is not Tensor and is_dtensor(q):
         if device is not None:
-            raise ValueError(
-                f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
-            )
+            raise ValueError(f"device is {device!r}; it needs to be None with DTensors, whose ranks have GPUs already")
         values = [arguments.pop(name) for name in tensors]
         explained: Explanation = dtensor_module().explain(*values, **arguments)
         return explained

@@ -289,7 +289,7 @@ def _check_rows(q: Any, k: Any, lse: Tensor, weights: Tensor | None) -> tuple[Te
             )
         if x.is_nested:
             raise TypeError(
-                f"{name} is a nested tensor; it needs to be {name}.values(), beside "
+                f"{name} is a nested tensor; it needs to be {name}.values(), with "
                 "sequences=Sequences.packed(q.offsets(), k.offsets())"
             )
         if x.dim() < 3:

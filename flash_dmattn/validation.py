@@ -163,7 +163,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         mask, mask_spec, mask_packing = _describe_scores("mask", mask, sizes)
         mask_form, one_mask_row = "dense", sequences is None and mask_spec.broadcast()[2]
     elif mask is not None:
-        describe_prepared = _describe_prepared if sequences is None else _describe_beside_sequences
+        describe_prepared = _describe_prepared if sequences is None else _describe_with_sequences
         mask_spec, is_causal, window = describe_prepared(mask, is_causal, window, sizes)
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form in ("sequence_tiles", "lists") and sequences is not None and sequences.packs_queries:
@@ -359,10 +359,10 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
     from .masks.prepared.storage import BatchMask
 
     if getattr(mask, "sequences", None) is not None:
-        raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
+        raise ValueError("mask was prepared with sequences; it needs sequences=mask.sequences with it")
     if not isinstance(mask, BatchMask):
         if getattr(mask, "form", None) == "tree":
-            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= beside it")
+            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= with it")
         raise TypeError(
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
@@ -378,7 +378,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
     return _own_band(mask, is_causal, window_size)
 
 
-def _describe_beside_sequences(
+def _describe_with_sequences(
     mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
 ) -> _Prepared:
     """Validate a prepared mask of a call with sequences."""
@@ -391,7 +391,7 @@ def _describe_beside_sequences(
         kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         maker = "from_lists(index, sequences=...)" if form == "lists" else "from_mask(mask, sequences=...)"
         raise TypeError(
-            f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            f"mask is a {kind}; with sequences it needs to be a bool torch.Tensor, or a prepared mask of "
             f"PreparedMask.{maker} or PreparedMask.from_tree"
         )
     assert isinstance(mask, (ListMask, SequenceTileMask, TreeMask))
@@ -422,7 +422,7 @@ def _describe_beside_sequences(
         limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
         raise ValueError(
             f"{limit}, but mask is a tree, which says itself what of the new tokens is seen; "
-            "beside it only window_size=(left, -1) limits anything"
+            "with it only window_size=(left, -1) limits anything"
         )
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window
 

@@ -359,7 +359,7 @@ def relative_calls() -> Iterator[str | None]:
         yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")
     choices_changed()
     set_up(SMALL)
-    yield outcome_of(shares_values, "values of (2, 1) entries beside a batch of (2, 3)")
+    yield outcome_of(shares_values, "values of (2, 1) entries with a batch of (2, 3)")
     for layout in ("packed", "padded", "paged"):
         for entries in (1, 4):
             yield outcome_of(partial(reads_distances_of_sequences, layout, entries), f"{layout}, {entries} entries")

@@ -184,8 +184,8 @@ def test_the_request_of_torch_is_accepted() -> None:
 @pytest.mark.parametrize(
     "options, error, match",
     [
-        ({"return_aux": ALL, "return_lse": True}, ValueError, "return_lse is True beside return_aux"),
-        ({"return_aux": ALL, "return_probs": True}, ValueError, "return_probs is True beside return_aux"),
+        ({"return_aux": ALL, "return_lse": True}, ValueError, "return_lse is True with return_aux"),
+        ({"return_aux": ALL, "return_probs": True}, ValueError, "return_probs is True with return_aux"),
         ({"return_aux": True}, TypeError, "return_aux is a bool; it needs to be a flash_dmattn.AuxRequest"),
         ({"return_aux": AuxRequest(max_scores=1)}, TypeError, "return_aux.max_scores is 1; it needs to be True or"),
         ({"return_aux": AuxRequest(lse=1)}, TypeError, "return_aux.lse is 1; it needs to be True or False"),

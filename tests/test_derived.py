@@ -209,13 +209,13 @@ def _all(leaves: Leaves) -> tuple[int, ...]:
 WAYS: dict[str, Callable[[Call, Leaves, Leaves], Any]] = {
     "jvp": torch.func.jvp,
     "jvp of one input": lambda call, x, t: torch.func.jvp(lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],)),
-    "gradients beside tangents of one input": lambda call, x, t: _gradients_beside_tangents(
+    "gradients with tangents of one input": lambda call, x, t: _gradients_beside_tangents(
         lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],), x[0].requires_grad_()
     ),
     "dual level": _dual,
     "gradients of dual tensors": _dual_gradients,
     "gradients of tangents": _gradients_of_tangents,
-    "gradients beside tangents": _gradients_beside_tangents,
+    "gradients with tangents": _gradients_beside_tangents,
     "jvp of grad": lambda call, x, t: torch.func.jvp(torch.func.grad(_total(call), _all(x)), x, t),
     "grad of jvp": lambda call, x, t: torch.func.grad(lambda *y: torch.func.jvp(_total(call), y, t)[1], _all(x))(*x),
     "jacfwd": lambda call, x, t: torch.func.jacfwd(call, _all(x), randomness="same")(*x),

@@ -106,21 +106,21 @@ def jagged() -> list[torch.Tensor]:
 
 REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
-        (r"q has shape \(2, 16, 4, 8\); beside sequences it needs", lambda: attend(sequences=documents())),
-        ("k has type int; beside", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
+        (r"q has shape \(2, 16, 4, 8\); with sequences it needs", lambda: attend(sequences=documents())),
+        ("k has type int; with", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
         (
             "sequences end at 16; ranks that share a sequence need the bounds of all of it, up to 32",
             lambda: ShardedMask.from_sequences(documents(), SequenceLayout.zigzag(32, 1), 0),
         ),
         ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
         ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
-        ("mask is a Tensor beside sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
+        ("mask is a Tensor with sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
         (
-            r"bias has shape \(4, 16, 16\); beside sequences over ranks",
+            r"bias has shape \(4, 16, 16\); with sequences over ranks",
             lambda: attend(*tokens(), None, torch.ones(4, 16, 16), sequences=documents()),
         ),
         (
-            "layout_k is not layout; beside",
+            "layout_k is not layout; with",
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
         ("dropout_p is 0.1; context_parallel_attention has no", lambda: attend(dropout_p=0.1)),
@@ -174,9 +174,9 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "rows 4 to 6 are of rank 1, and 4 queries share a list",
             lambda: lists_of(rows=1, layout=UNEVEN, block_size=(4, 1)),
         ),
-        ("bias is a ListBias beside sequences", lambda: attend(*tokens(), None, values_of(4), sequences=documents())),
+        ("bias is a ListBias with sequences", lambda: attend(*tokens(), None, values_of(4), sequences=documents())),
         (
-            "bias is a ListBias beside sequences",
+            "bias is a ListBias with sequences",
             lambda: attend(*tokens(), lists_of(), values_of(4), sequences=documents()),
         ),
         (

@@ -258,5 +258,5 @@ def test_bad_description_is_a_value_error(changes: dict[str, Any], text: str) ->
 def test_dtensors_are_explained_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_dmattn.explanation.is_dtensor", lambda x: True)
     x = torch.nn.Parameter(torch.randn(1, 8, 2, 16))  # any subclass
-    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None beside DTensors"):
+    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None with DTensors"):
         flash_dmattn.explain(x, x, x, device="sm_90")

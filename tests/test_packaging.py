@@ -345,7 +345,7 @@ def test_what_a_build_lacks_is_said_before_it_starts(missing: str, tmp_path: Pat
 # A stand-in for nvidia-smi, and why auto builds nothing beside it; empty if it builds.
 GPUS = {
     "hopper": ("echo 9.0", ""),
-    "hopper beside another": ("echo 8.9; echo 9.0", ""),
+    "hopper with another": ("echo 8.9; echo 9.0", ""),
     "others": (
         "echo 12.0; echo 8.9; echo 8.9",
         f"the machine of the build had GPUs of compute capability 12.0, 8.9, {ONLY_HOPPER}",

@@ -113,7 +113,7 @@ def rows_of_min(inputs: Inputs) -> Inputs:
 
 
 FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
-    "fp32 mask beside bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
+    "fp32 mask with bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
     "64 keys of 128, low lse": (
         BASE.with_(seqlen_q=192, seqlen_k=192, dtype=torch.bfloat16, bias=SCORES),
         lambda x: dataclasses.replace(x, bias=x.bias - 100),

@@ -455,7 +455,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences": lambda: attention(
         X, X, X, sequences=cu(0, 8)
     ),
-    "ValueError: q has 4 dimensions, shape (1, 8, 2, 4); beside packed sequences it needs 3, (queries of all": lambda: (
+    "ValueError: q has 4 dimensions, shape (1, 8, 2, 4); with packed sequences it needs 3, (queries of all": lambda: (
         attention(X[None], X, X, sequences=TWO)
     ),
     "ValueError: v has 4 dimensions": lambda: attention(X, X, X[None], sequences=TWO),
@@ -468,11 +468,11 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: q requires grad; keys in pages have no gradients": lambda: attention(
         ONE_Q.clone().requires_grad_(), POOL, POOL, sequences=paged([[0], [1]], [1, 2])
     ),
-    "ValueError: mask has 2 dimensions, shape (8, 8); beside sequences it needs 4 dimensions": lambda: attention(
+    "ValueError: mask has 2 dimensions, shape (8, 8); with sequences it needs 4 dimensions": lambda: attention(
         X, X, X, torch.ones(8, 8, dtype=torch.bool), sequences=TWO
     ),
     (
-        "ValueError: bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, "
+        "ValueError: bias has 3 dimensions, shape (2, 5, 5); with sequences it needs 4 dimensions, "
         "(sequences, heads, max_seqlen_q, max_seqlen_k)"
     ): lambda: attention(
         CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(seqlens_k=cu(5, 5))
@@ -508,7 +508,7 @@ BAD: dict[str, Callable[[], Any]] = {
         "in {1, 2}, queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}; by position in each sequence it has "
         "4 dimensions, bias[None]"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 5, 5), sequences=TWO),
-    "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool": lambda: attention(
+    "TypeError: mask is a PreparedMask of the form 'tiles'; with sequences it needs to be a bool": lambda: attention(
         X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
     ),
 }

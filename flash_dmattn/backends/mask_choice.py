@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..masks import PreparedMask
 
 # If False, the bool mask of a call with sequences is never packed.
-PACKS_BESIDE_SEQUENCES = True
+PACKS_FOR_SEQUENCES = True
 # Up to this number of queries or keys, skipping tiles saves less time than packing the mask takes.
 FEW_QUERIES, FEW_KEYS = 16, 128
 # With fewer heads, tiles of kept keys are too few programs to fill the GPU, and kernels that can gather keys are
@@ -63,7 +63,7 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
     if all(each.reads_dense(sized, direction) for each, direction in passes):
         return MaskChoice("dense")
     if problem.sequences is not None:
-        return MaskChoice("sequence_tiles" if packs_beside_sequences(sized) else "dense")
+        return MaskChoice("sequence_tiles" if packs_for_sequences(sized) else "dense")
     return prepared_form(sized, all("keys" in each.mask_forms for each, _ in passes))
 
 
@@ -86,7 +86,7 @@ def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
     return MaskChoice("intervals", reorder)
 
 
-def packs_beside_sequences(problem: AttentionProblem) -> bool:
+def packs_for_sequences(problem: AttentionProblem) -> bool:
     """Return whether a call with sequences packs its bool mask into tiles, for backends that support them.
 
     Packing is worthwhile if the mask has a value for each packed query and each key, because kernels would otherwise
@@ -94,7 +94,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
     packed. On AMD GPUs masks are not packed, because PyTorch would do it there, which takes longer than both passes.
     """
     p = problem
-    if not PACKS_BESIDE_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
+    if not PACKS_FOR_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
         return False
     _, _, shares_queries, shares_keys = p.mask.broadcast()
     if shares_queries or shares_keys or p.arch.startswith("gfx"):
@@ -113,11 +113,13 @@ def view_of(
     if choice.form == "dense":
         return MaskView("dense", (mask,))
     if choice.form == "sequence_tiles":
-        from ..masks.prepared.operators import pack_beside  # importing flash_dmattn does not need it
+        from ..masks.prepared.operators import pack_for_sequences  # importing flash_dmattn does not need it
 
         spec, packing = problem.sequences, problem.flags.mask_packing
         assert spec is not None and sequences is not None
-        return MaskView("sequence_tiles", tuple(pack_beside(mask, sequences.bounds, packing, spec, problem.window)))
+        return MaskView(
+            "sequence_tiles", tuple(pack_for_sequences(mask, sequences.bounds, packing, spec, problem.window))
+        )
     from ..masks.prepared.operators import prepared_view  # likewise
 
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
@@ -303,7 +305,7 @@ def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
     if problem.mask_form != "dense":
         return ()
     advice = "PreparedMask.from_mask(mask, sequences=...)"
-    if packs_beside_sequences(problem):
+    if packs_for_sequences(problem):
         return (f"packs the bool mask as bits and lists of tiles, once a call: {advice} does it once for all layers",)
     return (f"reads the bool mask as it is, and skips nothing for it: {advice} makes tiles of it",)
 

@@ -264,7 +264,7 @@ class Backend:
             Reason(
                 self.name,
                 f"shared_{name}",
-                f"{name} has {spec.shape[0]} entries beside a batch of {problem.batch}; {said}",
+                f"{name} has {spec.shape[0]} entries with a batch of {problem.batch}; {said}",
                 f"expand the leading dims of {name} to those of q, or to 1",
             )
             for name in problem.partly_shared

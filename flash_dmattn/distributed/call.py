@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..biases import ByDistance, ListBias, check_covered, lists_beside, split
+from ..biases import ByDistance, ListBias, check_covered, require_lists, split
 from ..caches import ClockCache
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
@@ -226,20 +226,20 @@ class Request(NamedTuple):
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 has = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-                raise ValueError(f"{name} has {has}; beside sequences it needs (tokens of this rank, heads, head_dim)")
+                raise ValueError(f"{name} has {has}; with sequences it needs (tokens of this rank, heads, head_dim)")
         if isinstance(bias, ListBias):
             raise ValueError(
-                "bias is a ListBias beside sequences; its lists are a mask, and sequences over ranks go with no other: "
+                "bias is a ListBias with sequences; its lists are a mask, and sequences over ranks go with no other: "
                 "pass lists that name keys of the document of each query, without sequences"
             )
         if mask is not None:
-            raise ValueError(f"mask is a {type(mask).__name__} beside sequences, which are a mask; it needs to be None")
+            raise ValueError(f"mask is a {type(mask).__name__} with sequences, which are a mask; it needs to be None")
         if self.layout_k not in (None, self.layout):
-            raise ValueError("layout_k is not layout; beside sequences keys need to be where the queries are")
+            raise ValueError("layout_k is not layout; with sequences keys need to be where the queries are")
         is_by_position = isinstance(bias, Tensor) and (bias.dim() != 3 or (bias.shape[1] > 1 and bias.shape[2] > 1))
         if is_by_position:
             raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; beside sequences over ranks it needs (heads, 1, keys) or "
+                f"bias has shape {tuple(bias.shape)}; with sequences over ranks it needs (heads, 1, keys) or "
                 "(heads, tokens of this rank, 1), or to be a bias by distance"
             )
         q, k, v = (x.unsqueeze(0) for x in self[:3])
@@ -418,7 +418,7 @@ def _mask_of(
 
 def _one_of_lists(mask: ShardedMask) -> PreparedMask:
     """Return a placeholder for the lists of all rows of a rank: their sizes and the band of the call."""
-    lists = [lists_beside(part) for part in mask.masks]
+    lists = [require_lists(part) for part in mask.masks]
     number, first = sum(x.keys.shape[2] for x in lists), lists[0]
     keys = _without_memory(first.keys, *first.keys.shape[:2], number, first.keys.shape[3])
     rows, every_key = mask.layout.local_length, mask.layout_k.length

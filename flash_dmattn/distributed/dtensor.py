@@ -103,10 +103,10 @@ class ShardedCall:
 
     def __init__(self, tensors: tuple[Any, ...], sequences: object, dropout_p: float) -> None:
         if sequences is not None:
-            raise ValueError("sequences is given beside DTensors; it needs local tensors: pass q.to_local() and so on")
+            raise ValueError("sequences is given with DTensors; it needs local tensors: pass q.to_local() and so on")
         if dropout_p:
             raise ValueError(
-                f"dropout_p is {dropout_p} beside DTensors; it needs to be 0.0: ranks would draw the same for other "
+                f"dropout_p is {dropout_p} with DTensors; it needs to be 0.0: ranks would draw the same for other "
                 "entries (call attention with local tensors, each rank with a seed of its own)"
             )
         q, k, v, *_ = tensors
@@ -161,12 +161,12 @@ class ShardedCall:
             shape = getattr(x, "shape", None)  # a ShardedMask, which belongs to one rank, has none
             if shape is not None and math.prod(shape[:-2]) != 1:
                 raise ValueError(
-                    f"mask was prepared with batch and heads {tuple(shape[:-2])}; beside DTensors it needs (1, 1), the "
+                    f"mask was prepared with batch and heads {tuple(shape[:-2])}; with DTensors it needs (1, 1), the "
                     "same on every rank, or to be a bool DTensor"
                 )
             return
         if name == "bias":
-            require_dense_bias(x, "beside DTensors")
+            require_dense_bias(x, "with DTensors")
         if not is_dtensor(x):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
@@ -246,7 +246,7 @@ class ShardedCall:
             # A dim is split in the order of mesh dims, so it cannot be split again by an earlier one.
             if has != needs and (type(has) is not Replicate or needs in x.placements[mesh_dim + 1 :]):
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
+                    f"{name} has shape {tuple(x.shape)} and placements {x.placements}; with q with "
                     f"{_placements(self._q_dims)} it needs {needed}, or Replicate() where a rank takes its part "
                     f"itself: {name}.redistribute(placements=...) communicates"
                 )

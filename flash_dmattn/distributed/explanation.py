@@ -295,7 +295,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
     added = call.request.added
     if added is not None and call.request.sums_added:
         for members in reversed(call.request.groups):
-            yield gathered("dbias beside lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
+            yield gathered("dbias with lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
     terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
     for name, x, passed, needed in terms:
         if x is None or passed is None or not needed or (name == "bias" and not call.shares_bias):

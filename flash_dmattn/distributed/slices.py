@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..biases import lists_beside
+from ..biases import require_lists
 from ..masks import PreparedMask
 from ..masks.arguments import INTEGER_DTYPES, bool_mask, pair
 from ..masks.index_scores import IndexScores
@@ -553,7 +553,7 @@ class ShardedMask:
         Raises:
             TypeError: it has no lists.
         """
-        lists = [lists_beside(mask) for mask in self.masks]
+        lists = [require_lists(mask) for mask in self.masks]
         parts = self._parts
         block_size, rows, keys = lists[0].block_size, self.layout.local_length, self.layout_k.length
         firsts = [part.start // block_size[1] for part in parts]

@@ -134,7 +134,7 @@ class KVCache:
             assert x is not None
             if x.dim() != needs.count(",") + 1 or x.shape[:3] != k.shape[:3]:
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}; beside k of shape {tuple(k.shape)} it needs to be ({needs})"
+                    f"{name} has shape {tuple(x.shape)}; with k of shape {tuple(k.shape)} it needs to be ({needs})"
                 )
 
     def _check_same_kind(self, new: tuple[Tensor | None, ...]) -> None:
@@ -454,19 +454,19 @@ class DynamicMaskAttention(nn.Module):
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
         check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
         if attention_mask is not None:
-            raise ValueError("attention_mask is a tensor; beside sequences it needs to be None: they have no padding")
+            raise ValueError("attention_mask is a tensor; with sequences it needs to be None: they have no padding")
         if sequences.layout != "packed":
             raise ValueError(
                 f"sequences are {sequences.layout}; they need to be packed (pass attention_mask for padding; "
                 "examples/paged_decoding.py decodes from pages)"
             )
         if cache is not None:
-            raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it needs to be None")
+            raise ValueError(f"cache is a {type(cache).__name__}; with packed sequences it needs to be None")
         check_tensor("x", x)
         check_strided("x", x)
         if x.dim() != 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {self.hidden_size})"
+                f"x has shape {tuple(x.shape)}; with these sequences it needs to be (tokens, {self.hidden_size})"
             )
         like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
         spec, (bounds, _) = sequences.describe_with_view(like, like, like, names=("x", "x", "x"))

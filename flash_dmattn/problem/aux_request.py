@@ -81,7 +81,7 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
         ("return_probs", return_probs, "call once for each"),
     ):
         if passed:
-            raise ValueError(f"{name} is {passed!r} beside return_aux; it needs to be False ({advice})")
+            raise ValueError(f"{name} is {passed!r} with return_aux; it needs to be False ({advice})")
     lse, largest, entropy = (getattr(request, name, False) for name in AuxRequest._fields)
     for name, x in zip(AuxRequest._fields, (lse, largest, entropy), strict=True):
         if not isinstance(x, bool):

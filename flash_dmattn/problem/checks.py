@@ -32,7 +32,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "sink="),
     **dict.fromkeys(("return_softmax_lse", "return_softmax"), "return_lse="),
     **dict.fromkeys(
-        ("need_weights", "return_attn_probs", "output_attentions"), 'return_probs= beside backend="reference"'
+        ("need_weights", "return_attn_probs", "output_attentions"), 'return_probs= with backend="reference"'
     ),
     **dict.fromkeys(("key_padding_mask", "attention_mask"), "mask=masks.padding_mask(...)"),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "sequences=Sequences.packed(...)"),
@@ -166,7 +166,7 @@ def check_softcap(softcap: float, softmax_scale: float | None) -> float:
     largest = 2.0 if softmax_scale is None else max(abs(softmax_scale), 2.0)
     if softcap > 0.0 and not largest <= softcap * _MOST:
         raise ValueError(
-            f"softcap is {softcap} beside softmax_scale {softmax_scale}; it needs to be larger, because scores are "
+            f"softcap is {softcap} with softmax_scale {softmax_scale}; it needs to be larger, because scores are "
             "divided by it in float32 (0 is off)"
         )
     return softcap
@@ -289,7 +289,7 @@ def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     if spec.packs_keys:
         forms.append("or (heads, 1, keys of all sequences)")
     raise ValueError(
-        f"{name} has {len(shape)} dimensions, shape {tuple(shape)}; beside sequences it needs {', '.join(forms)}"
+        f"{name} has {len(shape)} dimensions, shape {tuple(shape)}; with sequences it needs {', '.join(forms)}"
     )
 
 

@@ -238,7 +238,7 @@ class Sequences:
             check_tensor(name, x)
             if x.dim() != rank:
                 raise ValueError(
-                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; with "
                     f"{self.layout.partition('_')[0]} sequences it needs {rank}, {shape.format(rows)}"
                 )
         if self.device != q.device:

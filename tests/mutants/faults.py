@@ -86,7 +86,7 @@ _PYTHON = (
     ),
     # The second of two features
     Fault(
-        "keys follow an order beside dropout",
+        "keys follow an order with dropout",
         "flash_dmattn/backends/mask_choice.py",
         "return problem.dropout_p == 0 and not reads_scores(problem)",
         "return not reads_scores(problem)",
@@ -157,7 +157,7 @@ _PYTHON = (
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     Fault(
-        "triton: lists beside sequences name keys of all tokens",
+        "triton: lists with sequences name keys of all tokens",
         "flash_dmattn/backends/triton/lists.py",
         "keys = keys + first",
         "pass",
@@ -178,7 +178,7 @@ _PYTHON = (
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     Fault(
-        "causality of lists beside sequences aligns the first query with the first key",
+        "causality of lists with sequences aligns the first query with the first key",
         "flash_dmattn/masks/prepared/lists.py",
         "diagonal, (left, right) = place + seqlen_k - seqlen_q, window",
         "diagonal, (left, right) = place, window",
@@ -895,7 +895,7 @@ _TRITON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
     ),
     Fault(
-        "triton: shares of the keys leave out far blocks beside a bias by distance",
+        "triton: shares of the keys leave out far blocks with a bias by distance",
         "triton_kernels/forward.py",
         "near if phase == INSIDE else inside",
         "2 * near if phase == INSIDE else inside",
@@ -944,7 +944,7 @@ _TRITON = (
         ("tests/test_triton_sequences.py::test_sums_of_short_sequences_are_as_long_as_the_row_of_a_fragment",),
     ),
     Fault(
-        "TF32 products sum over 16 queries beside a bool mask and dropout",
+        "TF32 products sum over 16 queries with a bool mask and dropout",
         "triton_kernels/plan.py",
         "tile = tile._replace(block_m=LEAST_LONG_RUNS,",
         "tile._replace(block_m=LEAST_LONG_RUNS,",

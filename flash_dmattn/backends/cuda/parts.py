@@ -79,9 +79,9 @@ def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
     if p.dropout_p > 0:
-        return "this backend takes 1 or all beside dropout, which goes by the number of an entry"
+        return "this backend takes 1 or all with dropout, which goes by the number of an entry"
     if p.relative is not None:
-        return "this backend takes 1 or all beside a bias by distance"
+        return "this backend takes 1 or all with a bias by distance"
     if direction == "forward":
         return ""
     if p.needs_grad.sink:

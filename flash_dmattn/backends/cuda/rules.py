@@ -174,7 +174,7 @@ _RULES: tuple[Rule, ...] = (
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
         lambda p: (
-            f"bias has shape {tuple(_bias(p).shape)} beside lists; kernels that read a value for any query and key "
+            f"bias has shape {tuple(_bias(p).shape)} with lists; kernels that read a value for any query and key "
             "need a bit for every pair"
         ),
         'use backend="eager"',
@@ -184,7 +184,7 @@ _RULES: tuple[Rule, ...] = (
         "tile_bias_dtype",
         lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: (
-            f"bias has dtype {dtype_name(_bias(p).dtype)} beside {dtype_name(p.dtype)}; "
+            f"bias has dtype {dtype_name(_bias(p).dtype)} with {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
         hint=f"cast bias, or {_PAIR}",
@@ -235,10 +235,10 @@ _RULES: tuple[Rule, ...] = (
         example={"q": (2, 4096, 16, 96), **_RELATIVE},
     ),
     Rule(
-        "relative_beside",
+        "relative_combination",
         lambda p: p.relative is None or (p.dropout_p == 0 and p.sequences is None),
         lambda p: (
-            "bias is by distance beside "
+            "bias is by distance with "
             + (f"{p.batch} sequences" if p.dropout_p == 0 else f"dropout_p, which is {p.dropout_p}")
         ),
         'use backend="triton"',
@@ -261,10 +261,10 @@ _RULES: tuple[Rule, ...] = (
         example={"q": (2, 4096, 16, 128), "dropout_p": 0.1},
     ),
     Rule(
-        "dropout_beside",
+        "dropout_combination",
         lambda p: p.dropout_p == 0 or (p.softcap == 0 and p.sequences is None),
         lambda p: (
-            f"dropout_p is {p.dropout_p} beside " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
+            f"dropout_p is {p.dropout_p} with " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
         ),
         'use backend="triton"',
         example={"dropout_p": 0.1, "softcap": 30.0},

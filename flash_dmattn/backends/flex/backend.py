@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None,
-        lambda p: f"bias is by distance beside {p.batch} sequences; the graph has one distance for a row and a column",
+        lambda p: f"bias is by distance with {p.batch} sequences; the graph has one distance for a row and a column",
         'use backend="eager"',
         example={
             "q": (1, 8192, 16, 64),

@@ -250,7 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gpu_causal_dbias",
         _on_efficient(lambda p: p.window[1] != 0 or not p.needs_grad.bias),
-        lambda p: "the gradient of bias is needed beside causality; memory-efficient attention leaves NaN in it",
+        lambda p: "the gradient of bias is needed with causality; memory-efficient attention leaves NaN in it",
         _TRITON_BACKWARD,
         ("backward",),
         example={"device": "sm_80", "is_causal": True, "bias": (1, 16, 4096, 4096), "bias_grad": True},

@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None or not p.needs_grad.bias,
         lambda p: (
-            f"the gradient of a bias by distance is needed beside {p.batch} sequences; the kernel that sums it takes "
+            f"the gradient of a bias by distance is needed with {p.batch} sequences; the kernel that sums it takes "
             "whole batches"
         ),
         'use backend=("triton", "eager")',
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "band_sequences",
         lambda p: not _is_band(p) or p.sequences is None,
-        lambda p: f"bias is a Band beside {p.batch} sequences; the kernels read one for whole batches",
+        lambda p: f"bias is a Band with {p.batch} sequences; the kernels read one for whole batches",
         'use backend="eager"',
     ),
     Rule(

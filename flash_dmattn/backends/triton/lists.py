@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
         "list_heads",
         lambda p: p.mask_form != "lists" or (p.mask is not None and p.mask.shape[1] in (1, p.num_heads_k)),
         lambda p: (
-            f"lists have {p.mask.shape[1] if p.mask else 0} heads beside {p.num_heads_k} key-value heads; the kernels "
+            f"lists have {p.mask.shape[1] if p.mask else 0} heads with {p.num_heads_k} key-value heads; the kernels "
             "read a key once for all heads of a group"
         ),
         'use backend="eager"',
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         "list_head_dim",
         lambda p: p.mask_form != "lists" or _fits_tiles(p),
         lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {dtype_name(p.dtype)}, beside lists; the kernels "
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {dtype_name(p.dtype)}, with lists; the kernels "
             f"of lists have tiles for at most {MAX_HEAD_DIM}, and in 16 bits for {MAX_WIDE_HEAD_DIMS[0]} and "
             f"{MAX_WIDE_HEAD_DIMS[1]} (v)"
         ),
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "list_sequences",
         lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.is_list_bias and p.needs_grad.bias),
         lambda p: (
-            f"the gradient of values for blocks of {p.flags.block_k} keys is needed beside {p.batch} sequences; the "
+            f"the gradient of values for blocks of {p.flags.block_k} keys is needed with {p.batch} sequences; the "
             "kernels take single keys there, and sum over none of these blocks"
         ),
         'use backend=("triton", "eager")',
@@ -111,15 +111,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "list_dropout",
         lambda p: p.mask_form != "lists" or p.dropout_p == 0,
-        lambda p: f"dropout_p is {p.dropout_p:g} beside lists; the kernels of lists drop nothing",
+        lambda p: f"dropout_p is {p.dropout_p:g} with lists; the kernels of lists drop nothing",
         'use backend="eager"',
     ),
     Rule(
         "list_bias",
         lambda p: p.mask_form != "lists" or _has_key_bias(p),
         lambda p: (
-            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
-            "of lists read one value per key, have no gradient of it, and read none beside sequences"
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} with lists; the kernels "
+            "of lists read one value per key, have no gradient of it, and read none with sequences"
         ),
         "pass biases.ListBias(values, bias), with zeros for values",
     ),
@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
 def notes(p: AttentionProblem) -> tuple[str, ...]:
     """Note where tiles of a bool mask would be as fast as a call with lists."""
     if p.sequences is not None:
-        blocks = ("takes blocks of keys as single keys beside sequences",)
+        blocks = ("takes blocks of keys as single keys with sequences",)
         return blocks if p.flags.block_k > 1 else ()
     group = p.num_heads // p.num_heads_k
     if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.list_size:
@@ -143,7 +143,7 @@ def notes(p: AttentionProblem) -> tuple[str, ...]:
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls with lists."""
     if p.sequences is not None:
-        return _forward_beside_sequences(p)
+        return _forward_with_sequences(p)
     if not (has_pairs(p) and p.flags.list_size):
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
@@ -158,7 +158,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls with lists."""
     if p.sequences is not None:
-        return _backward_beside_sequences(p)
+        return _backward_with_sequences(p)
     if not (has_pairs(p) and p.flags.list_size):
         return differentiate_without_keys(p)
     calls, numbers = _kernels(), _numbers(p)
@@ -187,7 +187,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     return backward
 
 
-def _forward_beside_sequences(p: AttentionProblem) -> Forward:
+def _forward_with_sequences(p: AttentionProblem) -> Forward:
     if not has_pairs(p):
         return run_without_keys(p)
     run = plan_forward(_of_rows(p))
@@ -200,7 +200,7 @@ def _forward_beside_sequences(p: AttentionProblem) -> Forward:
     return forward
 
 
-def _backward_beside_sequences(p: AttentionProblem) -> Backward:
+def _backward_with_sequences(p: AttentionProblem) -> Backward:
     if not has_pairs(p):
         return differentiate_without_keys(p)
     run = plan_backward(_of_rows(p))

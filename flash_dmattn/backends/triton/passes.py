@@ -84,7 +84,7 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass uses a bool mask without packing it; with sequences see `packs_beside_sequences`."""
+    """Return whether a pass uses a bool mask without packing it; with sequences see `packs_for_sequences`."""
     if p.sequences is not None:
         return False
     if direction == "tangents":

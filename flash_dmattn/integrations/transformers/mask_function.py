@@ -256,7 +256,7 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "blockwise_overlay":
         return None  # only the union with causality is supported
     if maker == "or_masks":
-        return _blocks_beside_causality(held["mask_functions"])
+        return _blocks_with_causality(held["mask_functions"])
     return _all_of([read_rule(part) for part in held["mask_functions"]])
 
 
@@ -279,7 +279,7 @@ def rule_of_flags(
     return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
 
 
-def _blocks_beside_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
+def _blocks_with_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
     """Return the rule of a union of causality and blocks, in this order; None for another union."""
     if len(functions) != 2 or functions[0] is not masking_utils.causal_mask_function:
         return None
