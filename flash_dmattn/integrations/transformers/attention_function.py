@@ -272,7 +272,7 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     def copied() -> Tensor:
         return collapse(bias, range(bias.dim())).to(dtype).contiguous()
 
-    # Not kept for a leaf that needs a gradient, because its copy would keep it alive; nor in a compiler, which finds
+    # Not cached for a leaf that needs a gradient, because its copy would keep it alive; nor in a compiler, which finds
     # equal expressions. A CUDA graph has to copy at each replay.
     if torch.compiler.is_compiling() or is_captured(bias) or (bias.is_leaf and bias.requires_grad):
         return copied()
@@ -318,7 +318,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         alias = limits_q.detach()
         return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
 
-    # TensorCache, because all layers have the same tensors.
+    # Cached, because all layers have the same tensors.
     key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
     sequences: Sequences = _limits.get(key, tensors, made)
     return sequences
