@@ -19,7 +19,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
-# An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
+# An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it only shifts lse.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
@@ -88,7 +88,7 @@ def _head_dims(case: Case) -> tuple[int, int]:
 
 
 def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
-    """How the kernel reads a bias beside a q of that dtype, as `describe_bias` of csrc/api/forward.cpp decides it."""
+    """How the kernel reads a bias if q has that dtype, as `describe_bias` of csrc/api/forward.cpp decides it."""
     if bias is None or _is_broadcast(bias, 3):
         return "none"
     if _is_broadcast(bias, 2):

@@ -1,4 +1,4 @@
-"""Calls with masks beside sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
+"""Calls with masks of sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def set_up(
 
 
 def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
-    """`torch.empty`, of NaN and between margins of NaN: what a kernel leaves out or writes beside its output shows."""
+    """`torch.empty`, of NaN and between margins of NaN: unwritten elements and writes outside of an output show."""
     sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
     if not dtype.is_floating_point:
         return torch.full(sizes, 77, dtype=dtype)
@@ -116,7 +116,7 @@ def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: objec
 
 
 def assert_margins() -> None:
-    """Nothing was written beside what was allocated since `set_up`."""
+    """No kernel wrote outside of the tensors allocated since `set_up`."""
     for room, size in _allocated:
         assert bool(room[:MARGIN].isnan().all()), "written before an output"
         assert bool(room[MARGIN + size :].isnan().all()), "written behind an output"

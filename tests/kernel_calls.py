@@ -97,7 +97,7 @@ WORKS: Features = {
 HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=SHARED_BY_ENTRIES, needs_grad=())
 HELD_CALLS = (HELD.with_(seqlen_q=130, seqlen_k=136), HELD.with_(seqlen_q=200, seqlen_k=72, sink="normal"))
 
-# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, beside a mask, and with
+# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, with a mask, and with
 # the gradient of the values.
 DISTANCES = Numbers(("1", "Hq", "1"), 65, 32, "clamp")
 RELATIVE = Case(num_heads=4, head_dim=64, dtype=BF16, seqlen_q=330, seqlen_k=410, relative=DISTANCES, needs_grad=())
@@ -192,7 +192,7 @@ def drawn_of_triton() -> Iterator[Sanitized]:
 
 
 def launched(calls: Iterable[Sanitized]) -> Iterator[tuple[Sanitized, Reached]]:
-    """Each call, and the kernels that an H200 would launch for it: beside which mask, by descriptors, and what else."""
+    """Each call, and the kernels that an H200 would launch for it: with which mask, by descriptors, and so on."""
     from flash_dmattn.triton_kernels import kernel_launch, launch, plan
 
     reached, names = Reached(), set[str]()

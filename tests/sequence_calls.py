@@ -304,7 +304,7 @@ def with_data(call: SequenceCall) -> SequenceCall:
     return replace(call, needs_grad=(), dlse=None, flags={**call.flags, "dropout_p": 0.0})
 
 
-# As the CUDA kernels take them: queries for blocks of three consumers, beside few keys, and any length.
+# As the CUDA kernels take them: queries for blocks of three consumers, with few keys, and any length.
 CUDA_LENGTHS = (0, 1, 31, 32, 33, 64, 127, 128, 129, 200, 300)
 MANY_QUERIES, FEW_KEYS = (1024, 1100), (1, 40, 129)
 
@@ -328,7 +328,7 @@ def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None
     Args:
         call: the call.
         scores: also spoil dlse, and what no pair reads: NaN in a bias, True in a mask.
-        only: the number of a sequence that alone keeps its rows.
+        only: the number of the only sequence that keeps its rows.
     """
     used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool, device=call.q.device)
     used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=call.k.device)
@@ -357,7 +357,7 @@ def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None
 
 
 def unread(call: SequenceCall, x: Tensor, only: int | None = None) -> Tensor:
-    """Mark the values of a mask or a bias that no pair of a sequence, or of one sequence alone, has."""
+    """Mark the values of a mask or a bias that no pair of a sequence, or of only one sequence, has."""
     tokens, ones = Tokens(call), torch.ones(x.shape, requires_grad=True)
     pairs, number = tokens.scores(ones), tokens.q[:, :1]
     assert pairs is not None
@@ -679,7 +679,7 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
 
 
 def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs) -> Results:
-    """The deviations that `accuracy.deviations` has beside a sink: of dsink, and of dbias of one value per query."""
+    """The result of `accuracy.deviations` with a sink: of dsink, and of dbias of one value per query."""
     assert call.sink is not None
     dense_results: Results = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense)}
     rows = row_variances(dense.to(torch.float64), dense_results, {"out": in_dtype["out"].reshape(dense.dout.shape)})

@@ -1,4 +1,4 @@
-"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit."""
+"""Random masks of sequences, to be packed by kernels and by PyTorch, which have to agree in every bit."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def guarded() -> Iterator[None]:
 
 
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
-    """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
+    """All tensors have every bit of PyTorch's; every element is written, and none outside of them."""
     wanted = call.wanted()
     with guarded() if call.spec.number and call.mask_bytes.numel() else nullcontext():
         actual = call.packed_by(pack)

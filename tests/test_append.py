@@ -93,7 +93,7 @@ def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tu
 
 
 def test_what_was_appended_is_attended_to(serving: Runner) -> None:
-    """A prompt in chunks, then tokens one by one, beside texts that rest: as the whole texts in dense calls."""
+    """A prompt in chunks, then tokens one by one, while other texts do not grow: as the whole texts in dense calls."""
     with torch.no_grad():
         result, wanted = decoded(serving.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
     torch.testing.assert_close(result, wanted)

@@ -1,4 +1,4 @@
-"""`return_aux`: the largest score and the entropy of each row, beside p itself in fp64.
+"""`return_aux`: the maximum score and the entropy of each row, against p in fp64.
 
 Random calls ask for both, with gradients (`draws.asking`); here are properties, edges, and the ways to a call.
 """
@@ -130,7 +130,7 @@ def test_a_constant_in_all_scores_of_a_row_moves_no_entropy(backend: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("chunks")
 def test_derivatives_of_entropy(backend: str) -> None:
-    """They exist for every input, also the second ones, beside derivatives of out and lse, and alone."""
+    """They exist for every input, also the second ones, with derivatives of out and lse, and without."""
     options = {"dtype": torch.float64, "requires_grad": True}
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 3, 2, 4, **options), *(torch.randn(1, 4, 1, 4, **options) for _ in range(2))

@@ -47,7 +47,7 @@ def instruments(
     reached: int = len(CLASSES),
     seen: list[str] | None = None,
 ) -> tool.Instruments:
-    """Instruments that check the first classes alone, and whose clock goes on with each measurement."""
+    """Instruments that check only the first classes, and whose clock goes on with each measurement."""
     clock = SimpleNamespace(now=100.0)
 
     def check(classes: Sequence[TileClass], budget: float) -> Iterator[tuple[TileClass, Verdicts]]:

@@ -47,7 +47,7 @@ def built(call: LeadingCall) -> dict[str, Any]:
 
 
 def assert_accurate_but_for_dbias(call: LeadingCall, inputs: dict[str, Any]) -> None:
-    """out, lse, dq, dk and dv beside a bias without a gradient."""
+    """out, lse, dq, dk and dv with a bias without a gradient."""
     fixed = {**inputs, "bias": None}
 
     def beside_bias(function: Callable[..., Any], dtype: torch.dtype) -> list[Any]:

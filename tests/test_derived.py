@@ -313,7 +313,7 @@ def packed_with(edge: int) -> dict[str, Any]:
     return {"x": torch.randn(14, 2, 8), "sequences": Sequences.packed(torch.tensor([0, edge, 14]), max_seqlen_q=9)}
 
 
-# The shape of a bool mask, what prepares it, and what is called beside it, which differs from call to call.
+# The shape of a bool mask, the function that prepares it, and the other arguments, which differ from call to call.
 MADE: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Any], PreparedMask], Callable[[int], dict[str, Any]]]] = {
     "keys": (
         (2, 1, 1, 20),

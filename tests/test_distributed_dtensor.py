@@ -1,4 +1,4 @@
-"""DTensors in `attention`: values, gradients and placements beside one process, and what is refused."""
+"""DTensors in `attention`: values, gradients and placements against one process, and refusals."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-4] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
-    # Reasons that count on a GPU alone are left out, and so are preferences of auto there.
+    # Reasons that count only on a GPU are left out, and so are preferences of auto there.
     assert rows["cuda"].startswith("no no device is cpu; ") and "float32" not in str(explanation).split("\n\n")[1]
     assert {"device", "dtype"} <= {reason.code for reason in explanation.verdicts[0].reasons}
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'

@@ -39,7 +39,7 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def check_lists(lists: Sequence[Tensor], pairs: Tensor, is_exact: bool = True) -> None:
-    """Lists name every tile of bool pairs (B, H, Lq, Lk) that has one, tiles of pairs alone as such, columns as rows.
+    """Lists name every tile of bool pairs (B, H, Lq, Lk) that has one, full tiles as such, columns as rows.
 
     Without `is_exact` they may name a tile without a pair as partly allowed.
     """
@@ -232,7 +232,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         for s, n in enumerate(lengths):
             own = (side.sequence == s) & (side.token >= 0)
             assert side.place[own].tolist() == list(range(n))
-            # A row without a token beside them is where one of them is: kernels add NaN of theirs to a gradient there.
+            # A row without a token has the position of one of them: kernels add NaN of theirs to a gradient there.
             in_used_tile = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
             assert set(side.place[in_used_tile].tolist()) <= set(range(n))
 

@@ -633,7 +633,7 @@ def test_explain_names_the_lists() -> None:
     assert "lists of 1 blocks of 4 keys for 2 queries" in str(explain(q, k, k, blocks).problem)
 
 
-# ---- Beside sequences
+# ---- With sequences
 
 
 @pytest.mark.parametrize("backend", ("eager", "reference"))

@@ -266,7 +266,7 @@ def test_padding_changes_nothing_for_the_real_tokens(side, options):
     out = layer(padded, attention_mask)
     real = slice(6, None) if left else slice(0, LENGTH)
     torch.testing.assert_close(out[:, real], layer(x), rtol=1e-9, atol=1e-11)
-    if left:  # such a query sees padding alone
+    if left:  # such a query sees only padding
         assert torch.equal(out[:, :6], torch.zeros_like(out[:, :6]))
 
 

@@ -156,7 +156,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launched: Launched) -> None:
-    """Every class of calls and every layout, on the host alone: the same launches of the same arguments, in order."""
+    """Every class of calls and every layout, only on the host: the same launches of the same arguments, in order."""
     case = CASES[name]
     arrange = LAYOUTS[layout]
     inputs = case.build("cpu")

@@ -48,7 +48,7 @@ KERNEL_EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 200))
 
 
 def check(backend: Runner, drawn: Drawn) -> None:
-    """Every result of a call as fp64 has it; pytest shows the line that rebuilds the call beside whatever fails."""
+    """Every result of a call as fp64 has it; pytest shows the line that rebuilds a failing call."""
     print(f"{drawn.case.repro()} {drawn[1:]}")
     inputs = drawn.case.build()
     with ExitStack() as ways:

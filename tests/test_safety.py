@@ -188,7 +188,7 @@ print(digest.hexdigest())
 
 
 def test_no_module_loads_code_or_opens_connections() -> None:
-    """Nothing that is read is run: no pickle, eval or download; programs are started by tools alone."""
+    """Nothing that is read is run: no pickle, eval or download; only tools start programs."""
     for path in PRODUCT:
         name = path.relative_to(ROOT / "flash_dmattn").as_posix() if "flash_dmattn" in path.parts else path.name
         for node in ast.walk(ast.parse(path.read_text())):
@@ -299,7 +299,7 @@ def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["triton", "cuda"])
 @pytest.mark.parametrize("kind", ["packed sequences", "lists", "biases by distance", "forward mode"])
 def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
-    """Calls that have kernels of their own, a thousand times beside a busy stream; tests/test_gpu.py has all others."""
+    """Calls that have kernels of their own, a thousand times on a busy GPU; tests/test_gpu.py has all others."""
     torch.manual_seed(0)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     heads_k, rows = 1 if kind == "lists" else 2, (2, 600)

@@ -105,7 +105,7 @@ def transposed(inputs: Inputs) -> Inputs:
 
 
 def rows_of_min(inputs: Inputs) -> Inputs:
-    """The same with a bias of finfo.min at every key of some queries, beside which scores vanish."""
+    """The same with a bias of finfo.min at every key of some queries, which rounds scores away."""
     assert inputs.bias is not None
     bias = inputs.bias.clone()
     bias[:, :, ::3] = torch.finfo(bias.dtype).min
@@ -569,8 +569,8 @@ def test_a_call_in_fp32_goes_on_where_sdpa_is_switched_off() -> None:
             assert explain_problem(q=(4, 2048, 16, 64), dtype="fp32", device=device, grad=True).backward == wanted
 
 
-# AlphaFold's models keep their pair bias in fp32 beside 16 bits: no pass goes to a backend of last resort, none to flex
-# beside a gradient of the bias, and the extension does not split the call.
+# AlphaFold's models keep their pair bias in fp32 with q in 16 bits: no pass goes to a backend of last resort, none to
+# flex if the bias has a gradient, and the extension does not split the call.
 BIAS_IN_FP32: dict[str, dict[str, Any]] = {
     "shared": {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)},
     "own": {"q": (4, 2048, 16, 64), "bias": (4, 16, 2048, 2048)},

@@ -1,4 +1,4 @@
-"""Masks prepared beside sequences: every tensor against a loop, calls of every backend, and every refusal."""
+"""Masks prepared for sequences: every tensor against a loop, calls of every backend, and every refusal."""
 
 from __future__ import annotations
 

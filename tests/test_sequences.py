@@ -52,7 +52,7 @@ def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
 def draw_options(name: str) -> dict[str, Any]:
     """Arguments of a draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
     if name == "flex":
-        return {**ON_GPU, "dtypes": (torch.float32,)}  # beside a sink it rounds an out of 16 bits once more
+        return {**ON_GPU, "dtypes": (torch.float32,)}  # with a sink it rounds an out of 16 bits once more
     return {} if name in ("eager", "reference") else ON_GPU
 
 
@@ -83,7 +83,7 @@ def centred(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("centred")
 @pytest.mark.parametrize(("number", "name"), ((164, "dq"), (221, "dq"), (221, "dk"), (323, "dk")))
 def test_gradients_of_few_rows_may_be_unlucky_and_not_wrong(number: int, name: str) -> None:
-    """Deltas off by twice what rounding of out leaves in them pass beside a lucky yardstick; by 6 times, not."""
+    """Deltas off by twice what rounding of out leaves in them pass with a lucky yardstick; by 6 times, not."""
     call = draw(number, dtypes=(torch.bfloat16,))
     assert call.flags["dropout_p"] == 0.0, "a GPU draws another dropout, and with it another yardstick"
     exact, in_dtype, dense = expected(call)
@@ -131,7 +131,7 @@ def test_a_few_weights_may_be_rounded_unluckily_and_not_wrong(number: int) -> No
 @pytest.mark.usefixtures("centred")
 @pytest.mark.parametrize(("number", "name"), ((170, "dsink"), (1170, "dsink"), (612, "dbias")))
 def test_sums_at_queries_beside_a_sink_in_16_bits(number: int, name: str) -> None:
-    """One sum of many roundings may be further off than plain PyTorch is by luck, beside rows of no sequence too."""
+    """One sum of many roundings may be further off than plain PyTorch is by luck, also with rows of no sequence."""
     call = draw(number, dtypes=ON_GPU["dtypes"][:2])
     assert call.sink is not None and name[1:] in call.needs_grad
     results = run(call, "eager")

@@ -143,7 +143,7 @@ def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPa
 
 @needs_triton
 def test_rows_of_the_tile_table_can_be_compiled() -> None:
-    """Triton has tensors of 2^n values alone; head dims are padded to them; on AMD GPUs no loop has a pipeline."""
+    """Triton has only tensors of 2^n values; head dims are padded to them; on AMD GPUs no loop has a pipeline."""
     from flash_dmattn.triton_kernels import tile_table
 
     sizes, tiles, on_amd = set[int](), set[tile_table.Tile](), set[tile_table.Tile]()

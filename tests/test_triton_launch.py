@@ -28,7 +28,7 @@ pytestmark = needs_triton
 
 
 class Compiled:
-    """As Triton's compiled kernel is called: by itself, or `[grid]` for all that Triton does beside."""
+    """As Triton's compiled kernel is called: by itself, or `[grid]` for all else that Triton does."""
 
     function, packed_metadata = 11, (4, 1, 0)
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=1000)
@@ -69,7 +69,7 @@ class Kernel:
 
 @pytest.fixture
 def vendor() -> str:
-    """The vendor of the GPU, by the name of Triton's backend: NVIDIA's driver alone is called."""
+    """The vendor of the GPU, by the name of Triton's backend: only NVIDIA's driver is called."""
     return "hip"
 
 
