@@ -70,7 +70,7 @@ def prepare_call(
     heads_first: bool = False,
 ) -> PreparedCall:
     """Normalise the arguments of `attention`; with `heads_first` q, k and v are (B, H, L, D)."""
-    by_distance = jagged = leading = repeats = spec = where = None
+    by_distance = jagged = leading = repeats = spec = sequence_view = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
@@ -87,7 +87,7 @@ def prepare_call(
             has_rows = None if by_distance is None else by_distance.has_rows
             q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
     if sequences is not None:
-        spec, where = check_and_describe(sequences, q, k, v, mask)
+        spec, sequence_view = check_and_describe(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
     q, k, v = follow_autocast(q, k, v)
     if is_transform_traced():
@@ -101,7 +101,7 @@ def prepare_call(
     # fmt: off
     return PreparedCall(
         q, k, v, mask, values, sink, raw_flags, arrival, repeats, leading,
-        spec, where, jagged, copies, by_distance, is_list_bias,
+        spec, sequence_view, jagged, copies, by_distance, is_list_bias,
     )
     # fmt: on
 

@@ -139,10 +139,16 @@ class PreparedCall(NamedTuple):
 
 def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description, and mask and bias as 4-D views (a prepared mask unchanged)."""
-    q, k, v, mask, bias, sink, raw_flags, arrival, repeats, _, sequences, *_ = call
+    q, k, v = (in_rows(x, call.arrival) for x in (call.q, call.k, call.v))
+    mask, bias, sink, raw_flags, sequences, repeats = (
+        call.mask,
+        call.bias,
+        call.sink,
+        call.raw_flags,
+        call.spec,
+        call.repeats,
+    )
     by_distance, is_list_bias = call.by_distance, call.is_list_bias
-    if arrival != "rows":
-        q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)

@@ -342,7 +342,7 @@ def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
 def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of ever new shapes: once the caches are full, 1,500 more leave no object and no memory."""
     for table in (x for x in gc.get_objects() if type(x) is ClockCache):
-        monkeypatch.setattr(table, "most", min(table.max_size, 256))
+        monkeypatch.setattr(table, "max_size", min(table.max_size, 256))
     gc.freeze()  # what a worker holds already, which takes seconds to look through
 
     def step(number: int) -> None:
