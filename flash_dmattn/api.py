@@ -10,7 +10,7 @@ from .biases import Bias
 from .call import prepare_call, run_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
-from .problem import AnyAuxRequest, AuxOutput, RawFlags, output_of, read_request, refuse_keywords, replaced
+from .problem import AnyAuxRequest, AuxOutput, RawFlags, make_output, read_request, refuse_keywords, replaced
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -263,10 +263,10 @@ def attention(
         results = dtensor_module().attention(q, k, v, mask, bias, **options)
         if asked is None:
             return results
-        return (results[0], output_of(results, *asked)) if any(asked) else (results, output_of((), *asked))
+        return (results[0], make_output(results, *asked)) if any(asked) else (results, make_output((), *asked))
     results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if asked is not None:
-        return results[0], output_of(results, *asked)
+        return results[0], make_output(results, *asked)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -51,7 +51,7 @@ from .dispatch.selection import (
 )
 from .gradients import narrow
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad, RowEntropy
-from .problem.inputs import Inputs, as_arrived, result_in_rows, saved_layout_of
+from .problem.inputs import Inputs, as_arrived, make_saved_layout, result_in_rows
 from .reference.tangents import Cotangents, Tangents
 
 NUM_INPUTS = len(NeedsGrad._fields)
@@ -615,7 +615,7 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     chosen = select_backward(problem._replace(return_lse=True), arguments.backward or arguments.backend)
     # The forward pass has run, so its backend does not matter here. The operator receives its mask in the form for its
     # passes.
-    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), saved_layout_of(problem))
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), make_saved_layout(problem))
     _keep(ctx, plan, x, output)
     # An argument that is a list has a list of gradients.
     lists = {name: each for name, each in arguments._asdict().items() if isinstance(each, (list, tuple))}

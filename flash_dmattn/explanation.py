@@ -424,14 +424,14 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         forward,
         backward,
         error,
-        tuple(verdict_of(backend, problem) for backend in BACKENDS.table.values()),
+        tuple(make_verdict(backend, problem) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         copies,
         tangents,
     )
 
 
-def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
+def make_verdict(backend: Backend, problem: AttentionProblem) -> Verdict:
     def serves(direction: Direction) -> bool:
         return not reasons_against(backend, problem, (direction,))
 

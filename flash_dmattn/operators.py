@@ -256,10 +256,10 @@ _formulas: dict[Any, Callable[..., int]] = {}
 
 def _forward_flop(a: Any) -> int:
     """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
-    return forward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3])
+    return count_forward_flop(_pairs(a), a.q.shape[3], a.v.shape[3])
 
 
-def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
+def count_forward_flop(pairs: int, head_dim: int, head_dim_v: int) -> int:
     """Return the FLOP of a forward pass with a number of allowed pairs, counted over all query heads."""
     return pairs * 2 * (head_dim + head_dim_v)
 
@@ -271,10 +271,10 @@ def _backward_flop(a: Any) -> int:
     Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
     times the forward pass if D is Dv.
     """
-    return backward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3], a.needs_grad)
+    return count_backward_flop(_pairs(a), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
-def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
+def count_backward_flop(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
     """Return the FLOP of a backward pass with a number of allowed pairs, counted over all query heads."""
     need_q, need_k, need_v, need_bias, *_ = needs_grad
     if not any(needs_grad[:4]):

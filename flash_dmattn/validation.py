@@ -38,7 +38,7 @@ from .problem import (
     check_window,
     describe_tensors,
     dtype_name,
-    packing_of,
+    find_packing,
     replaced,
     tensor_spec,
     unpacked_spec,
@@ -317,7 +317,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
     """Validate a dense mask or a bias; return it as a 4-D view, its description, and its packed dim."""
     check_device(name, x.device, sizes.device)
     if sizes.sequences is not None:
-        packing = packing_of(name, x.shape, sizes.sequences)
+        packing = find_packing(name, x.shape, sizes.sequences)
         x = as_scores(x)
         check_scores(name, x.shape, packing, sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
         return x, tensor_spec(x), packing

@@ -37,7 +37,7 @@ from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import AttentionProblem, Flags, MaskView, NeedsGrad, SequenceView, causal_window
 from flash_dmattn.problem import inputs as operands
-from flash_dmattn.problem.checks import packing_of
+from flash_dmattn.problem.checks import find_packing
 from flash_dmattn.problem.inputs import result_in_rows
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -411,7 +411,9 @@ def run_on(
         deterministic: as in `attention`.
     """
     spec, f = call.sequences.describe(call.q, call.k, call.v), call.flags
-    packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
+    packing = {
+        n: "none" if (x := getattr(call, n)) is None else find_packing(n, x.shape, spec) for n in ("mask", "bias")
+    }
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
     flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, packing["mask"], packing["bias"])

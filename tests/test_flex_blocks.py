@@ -15,7 +15,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.backends.flex import blocks
 from flash_dmattn.backends.flex import sequences as flex_sequences
-from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, limits_of
+from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, make_limits
 from flash_dmattn.backends.flex.sequences import SequenceBlocks, sequence_blocks, side_sizes
 from flash_dmattn.problem import AttentionProblem, Packing, SequenceSpec
 
@@ -103,7 +103,7 @@ def test_limits(
 ) -> None:
     q, k = torch.zeros(1, seqlen_q, 1, 16), torch.zeros(1, seqlen_k, 1, 16)
     problem = flash_dmattn.explain(q, k, k, is_causal=is_causal, window_size=window_size).problem
-    assert limits_of(problem) == limits
+    assert make_limits(problem) == limits
 
 
 # Sequences.

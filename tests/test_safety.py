@@ -369,7 +369,7 @@ def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 # Caches without a bound, by what they are asked for: nothing, or one of a few devices, dtypes and vendors.
 UNBOUNDED = {
-    *("_dims_of", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
+    *("_head_dims", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
     *("driver_overlaps", "find", "installed_instances", "kernels"),
 }
 

@@ -12,7 +12,7 @@ from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_vi
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..caches import ClockCache
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, tensor_spec
-from ..problem.inputs import Saved, SavedLayout, in_rows, saved_layout_of
+from ..problem.inputs import Saved, SavedLayout, in_rows, make_saved_layout
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice, Fallback
 from .registry import on_change
@@ -98,7 +98,7 @@ def make_plan(
     choice = choose_form(described, forward, backward)
     p = described._replace(mask_form=choice.form, arrival=arrival)
     is_differentiable = forward.is_differentiable
-    plan = Plan(described, p, forward, backward, requested, choice, saved_layout_of(p), is_differentiable, falls_back)
+    plan = Plan(described, p, forward, backward, requested, choice, make_saved_layout(p), is_differentiable, falls_back)
     if not with_passes:
         return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]

@@ -359,7 +359,7 @@ class Request(NamedTuple):
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
         if self.sequences is not None:
             where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
-            mask = _mask_of(self.sequences, documents, q.device, *where, problem)
+            mask = _document_mask(self.sequences, documents, q.device, *where, problem)
         problem = _as_read(problem, mask, bias, layout_k)
         return ParallelCall(
             problem,
@@ -403,7 +403,7 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
-def _mask_of(
+def _document_mask(
     sequences: Sequences,
     documents: Documents,
     device: torch.device,

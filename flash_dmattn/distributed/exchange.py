@@ -113,7 +113,7 @@ def common(first: Runs, second: Runs) -> Runs:
 
 
 @lru_cache(maxsize=256)
-def moves_of(
+def plan_moves(
     layout: tuple[int, ...],
     layout_k: tuple[int, ...],
     rank: int,
@@ -347,7 +347,7 @@ class Route(NamedTuple):
     def moves(self, all_held: bool = False) -> Moves:
         """Return the keys that ranks send each other if they send only needed ones."""
         window = (self.left, self.right)
-        return moves_of(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
+        return plan_moves(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
 
     def compare(self, direction: str, **values: object) -> None:
         """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""

@@ -14,7 +14,7 @@ from ..dispatch.config import fallback
 from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
-from ..explanation import Explanation, Verdict, verdict_of
+from ..explanation import Explanation, Verdict, make_verdict
 from ..problem import AttentionProblem, RawFlags, arguments_like, as_scores, dtype_name
 from .api import context_parallel_attention
 from .call import ParallelCall, Request, find_backends
@@ -193,7 +193,7 @@ def explain_context_parallel(
 
 def _verdict(backend: Backend, problems: list[AttentionProblem], is_traded: bool) -> Verdict:
     """Return the verdict of a backend on all slices together."""
-    verdicts = [verdict_of(backend, problem) for problem in problems]
+    verdicts = [make_verdict(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
     is_pair = is_traded or not backend.is_differentiable
     if not is_pair:

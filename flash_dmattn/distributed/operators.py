@@ -18,7 +18,7 @@ from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, spread, with_dbias
-from ..operators import backward_flop_of, define_counted, describe_operands, forward_flop_of
+from ..operators import count_backward_flop, count_forward_flop, define_counted, describe_operands
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
@@ -36,7 +36,7 @@ _NUMBERS = (
 NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6, "lists": 3}
 
 
-def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
+def read_views(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
     """Return the masks of a rank's slices, from their forms and the list of all their tensors."""
     views, place = [], 0
     for form in forms:
@@ -282,7 +282,7 @@ class GatherSettings(NamedTuple):
     def rows(self, x: Operands) -> RankRows:
         """Return the calls of this rank."""
         route, parts = self.route, self.route.parts
-        places, views = places_in(route.held, parts), views_of(self.mask_forms, x.mask)
+        places, views = places_in(route.held, parts), read_views(self.mask_forms, x.mask)
         flags = Flags(
             route.left,
             route.right,
@@ -378,11 +378,11 @@ def _backward_fake(a: Any) -> list[Tensor]:
 
 
 def _forward_flop(a: Any) -> int:
-    return forward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3])
+    return count_forward_flop(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3])
 
 
 def _backward_flop(a: Any) -> int:
-    return backward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3], a.needs_grad)
+    return count_backward_flop(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
 gather_forward = define_counted(

@@ -89,7 +89,7 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
     return lse, largest, entropy
 
 
-def output_of(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
+def make_output(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
     """Return the requested statistics from the results of a call: out, lse, and then the other ones, in order."""
     rest = iter(results[2:])
     largest = next(rest).detach() if max_scores else None  # it has no gradient

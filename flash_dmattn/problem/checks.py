@@ -272,7 +272,7 @@ def check_values(
         raise ValueError(_misfit("bias.values", shape, names, allowed))
 
 
-def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
+def find_packing(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
 
     With one query token a row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.

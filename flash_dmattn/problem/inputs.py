@@ -201,7 +201,7 @@ class SavedLayout(NamedTuple):
         return Saved(self.inputs(*inputs), out, lse)
 
 
-def saved_layout_of(p: AttentionProblem) -> SavedLayout:
+def make_saved_layout(p: AttentionProblem) -> SavedLayout:
     """Return the layout of the saved tensors of a class of calls, whose masks have the form that the problem names."""
     spec = p.sequences
     return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0, p.flags.entropy)

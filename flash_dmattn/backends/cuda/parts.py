@@ -62,7 +62,7 @@ def _shared(p: AttentionProblem) -> tuple[tuple[int, int], tuple[int, int]]:
     return (entries[0], p.flags.mask_repeat), (entries[1], p.flags.bias_repeat)
 
 
-def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
+def _split(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
     size, shared = part_size(p), _shared(p)
     parts = [
         Part(slice(first, first + size), *(_read(*one, first, size, p.batch) for one in shared))
@@ -121,7 +121,7 @@ def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice
 
 
 def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    problem, parts = _parts_of(p)
+    problem, parts = _split(p)
     attend = plan(problem)
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -132,7 +132,7 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
 
 
 def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Backward:
-    problem, parts = _parts_of(p)
+    problem, parts = _split(p)
     differentiate = plan(problem)
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:

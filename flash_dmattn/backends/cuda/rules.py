@@ -35,11 +35,11 @@ def installed_instances() -> frozenset[str] | None:
 @assume_constant  # it reads a file
 def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the head dims that calls of this dtype can have. The `dtype` rule refuses unsupported dtypes."""
-    return _dims_of(installed_instances(), dtype)
+    return _head_dims(installed_instances(), dtype)
 
 
 @cache
-def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+def _head_dims(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if instances is None or dtype not in _DTYPES:
         return INSTANCES
     name = _DTYPES[dtype]  # the kernels of both passes are built together

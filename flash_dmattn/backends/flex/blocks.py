@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
     origin: Tensor | None = None
 
 
-def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
+def make_limits(problem: AttentionProblem) -> tuple[int | None, int | None]:
     """Return the limits on key - query; None if a limit hides no pair, as for 1 query or a large window."""
     offset = problem.seqlen_k - problem.seqlen_q
     left, right = problem.window
@@ -73,7 +73,7 @@ def dense_blocks(problem: AttentionProblem, mask: Tensor | None, device: torch.d
     lists are repeated. A caller's graph has one operator for all of this, because captured expressions that are not
     buffers make Inductor's FlexAttention fail on CPU (torch 2.13).
     """
-    p, (lower, upper) = problem, limits_of(problem)
+    p, (lower, upper) = problem, make_limits(problem)
     if mask is None and lower is None and upper is None:
         return Blocks()
     function = _DENSE if torch.compiler.is_compiling() else dense_tensors

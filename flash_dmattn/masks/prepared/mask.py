@@ -27,9 +27,9 @@ from ...problem import (
     check_type,
     check_window,
     collapse,
+    find_packing,
     make_band,
     merge,
-    packing_of,
     values_can_be_read,
 )
 from ...sequences.layout import Sequences
@@ -185,7 +185,7 @@ class PreparedMask(ABC):
                 raise ValueError(f"reorder is {reorder}; with sequences it needs to be None")
             mask4 = bool_mask("mask", mask)
             spec = _sequence_spec("mask", mask, sequences, seqlen_q, seqlen_k)
-            packing = packing_of("mask", mask.shape, spec)
+            packing = find_packing("mask", mask.shape, spec)
             check_scores("mask", mask4.shape, packing, spec, None)
             return cls._packed(mask4, packing, sequences, spec, _band_fields(is_causal, window_size))
         mask, leading = _folded(mask)

@@ -213,19 +213,19 @@ def pack_for_sequences(
     return tensors
 
 
-def _spec_of(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
+def _read_spec(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
     """Return the spec and the window from the last arguments of the operator."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
 
 def _pack_for_sequences(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
-    spec, window = _spec_of(bounds, *sizes)
+    spec, window = _read_spec(bounds, *sizes)
     return packer_for(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
 
 
 def _pack_for_sequences_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
-    spec, _ = _spec_of(bounds, *sizes)
+    spec, _ = _read_spec(bounds, *sizes)
     all_q, all_k = row_counts(spec)
     columns, rows = tiles(spec.max_seqlen_k), tiles(spec.max_seqlen_q)
 

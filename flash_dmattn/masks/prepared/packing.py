@@ -222,7 +222,7 @@ def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
-def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
+def tiled_sides(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
     """Return the `TiledSide` of queries and of keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
@@ -238,7 +238,7 @@ def pack_sequences(
     The bool mask has the layout of `attention` with these sequences; for "ragged" it is (1, Hm, 1, N), for "tree"
     (S or 1, 1, n, n). The window has causality folded in.
     """
-    queries, keys = sides_of(bounds, spec)
+    queries, keys = tiled_sides(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)
     bits = torch.zeros(num_heads, queries.rows, columns * TILE_WORDS, dtype=torch.int32, device=mask.device)
     if not packs_nothing(mask, spec):
