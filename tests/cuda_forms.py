@@ -61,7 +61,7 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     return problem._replace(needs_grad=needs_grad, flags=problem.flags._replace(deterministic=deterministic))
 
 
-def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
+def describe_on_meta(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
     """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
     case, bias = drawn.case, None
     problem = described(case, drawn.prepared)._replace(

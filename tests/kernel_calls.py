@@ -19,7 +19,16 @@ from unittest import mock
 import draws
 from accuracy import run
 from cases import ALL, Case, Numbers
-from cuda_forms import NUM_SMS, WHOLE, backward_form, backward_works, bias_form, instance_of, laid_out, schedule_of
+from cuda_forms import (
+    NUM_SMS,
+    WHOLE,
+    backward_form,
+    backward_works,
+    bias_form,
+    describe_on_meta,
+    instance_of,
+    schedule_of,
+)
 from descriptors import descriptors_wherever_they_serve
 from draws import BF16, FP16, FP32, KERNELS, Drawn, Features, draw
 from out_of_tree import replaced, rules_without
@@ -128,7 +137,7 @@ def reached_by(call: Sanitized) -> Reached:
     """The kernels of cuda that a call reaches, and the ways in which its blocks share the work of its backward pass."""
     drawn = call.drawn
     case, has_mask, in_order = drawn.case, drawn.case.mask is not None, drawn.deterministic
-    problem, bias = laid_out(drawn)
+    problem, bias = describe_on_meta(drawn)
     problem = problem._replace(flags=problem.flags._replace(deterministic=in_order))
     if CUDA.broken_rules(problem, passes_of(problem)):
         return Reached()

@@ -446,13 +446,13 @@ def run_on(
         takes = call.packs_queries and call.q.shape[0] % 2 == 1 and backend.reads_as_arrived(tokens, direction)
         return tokens if takes else problem
 
-    def laid_out(arriving: AttentionProblem) -> operands.Inputs:
+    def make_inputs(arriving: AttentionProblem) -> operands.Inputs:
         if arriving.arrival == "rows":
             return x
         return x._replace(q=q[0], k=k[0] if spec.packs_keys else k, v=v[0] if spec.packs_keys else v)
 
     p = arriving("forward")
-    out, lse = backend.plan_forward(p)(laid_out(p))
+    out, lse = backend.plan_forward(p)(make_inputs(p))
     out, lse = (result_in_rows(result, p.arrival) for result in (out, lse))
     gradients: list[Tensor | None] = [None] * len(LEAVES)
     if any(needs):
@@ -460,7 +460,7 @@ def run_on(
         p, results = arriving("backward"), (out, lse, laid("dout"), laid("dlse"))
         if p.arrival == "tokens":
             results = tuple(None if result is None else result[0] for result in results)  # type: ignore[assignment]
-        saved = operands.Saved(laid_out(p), *results[:2])
+        saved = operands.Saved(make_inputs(p), *results[:2])
         gradients = list(backend.plan_backward(p)(saved, *results[2:]))
         gradients[:3] = [result_in_rows(gradient, p.arrival) for gradient in gradients[:3]]
 

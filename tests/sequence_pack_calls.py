@@ -76,13 +76,13 @@ def draw(number: int) -> PackCall:
     for allowed in (True, False):
         row, key = (rng.randrange(300) for _ in range(2))
         mask[..., row : row + 260, key : key + 260] = allowed
-    laid, how = laid_out(mask, rng)
+    laid, how = random_strides(mask, rng)
     window = rng.choice(WINDOWS)
     told = f"draw({number}): {packing} {tuple(shape)} {how}, {spec}, window {window}"
     return PackCall(laid, bounds.to(DEVICE), packing, spec, window, told)
 
 
-def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
+def random_strides(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
     """The same bools as bytes in other strides, inside of an allocation of bytes that are True, collapsed."""
     how = rng.choice(
         ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
