@@ -71,7 +71,7 @@ def key_sums(
             with `other` the lse of these keys.
         weights: (B, Hq, Lq), any float dtype, the weight of each query. The default is 1.
         heads: "k" adds the sums of the query heads of a group. "q" returns a sum for each query head.
-        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for such narrow values.
 
     Returns:
         (B, Hk, Lk), or (B, Hq, Lk) with heads="q", in fp32 (fp64 for fp64). Without a sink, `sums.sum(-1)` is the sum
@@ -159,7 +159,7 @@ def list_sums(
         lists: the mask of that call.
         bias: the bias of that call, a tensor or a `ListBias`. A tensor has the limits of `ListBias.bias`.
         weights: (B, Hq, Lq), any float dtype, the weight of each query in each head. The default is 1.
-        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for such narrow values.
 
     Returns:
         (*batch, Hm, R, K) in fp32 (fp64 for fp64), shaped as the scores that `IndexScores.at(lists)` returns: Hm is the

@@ -53,7 +53,7 @@ class MaskReader:
         self._tensors = [grouped_own(x, num_heads_k, num_heads) for x in tensors]
         self.repeat = repeat
         self.heads = self._tensors[0].shape[1]  # 1 if the mask is the same for all key-value heads
-        # Those of the mask as it was passed: chunks may not cross a multiple of it.
+        # The entries of the mask as passed: chunks may not cross a multiple of it.
         self.entries = tensors[0].shape[0]
 
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:

@@ -81,9 +81,9 @@ class Slice(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """One of `number` equal parts of the heads: key-value heads and their query heads.
+    """One of `number` equal groups of heads: key-value heads and their query heads.
 
-    Several parts have the same key-value head if there are more parts than key-value heads.
+    Several groups have the same key-value head if there are more groups than key-value heads.
     """
 
     place: int

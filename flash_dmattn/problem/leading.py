@@ -151,7 +151,7 @@ def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
-    """Expand the leading dims between full ones; return the dims and how often they repeat.
+    """Expand the leading dims between full ones; return the dims and the number of repeats.
 
     >>> _sharing((2, 1), (2, 5)), _sharing((1, 5), (2, 5)), _sharing((2, 1, 3, 1), (2, 5, 3, 4))
     (((2, 1), 5), ((1, 5), 1), ((2, 5, 3, 1), 4))
