@@ -34,7 +34,7 @@ BENCHES := bench-equivalence bench-performance bench-model
 .PHONY: help demo test quick lint docs bench bench-time $(BENCHES) wheel release clean check-python
 
 help:
-	@echo "make demo    a minute: learned pair bias and top-k keys beside other attention, gradients, a picture;"
+	@echo "make demo    a minute: learned pair bias and top-k keys against other attention, gradients, a picture;"
 	@echo "             DEMO_ARGS=--quick takes half a minute"
 	@echo "make test    22 minutes on two cores: ruff, mypy and the whole test suite, in $(WORKERS) workers"
 	@echo "make quick   $(QUICK_TIME): ruff and a part of the suite"

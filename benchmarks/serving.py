@@ -153,7 +153,7 @@ def append_rows(device: str) -> Iterator[Row]:
         k, v = (torch.randn(count, tokens, HEADS_K, DIM, device=device).bfloat16() for _ in "kv")
         lengths = torch.randint(tokens, 4097, (count,), device=device)
         sequences = Sequences.paged(pages, lengths)
-        _, view = sequences.lay_out(k, *caches)
+        _, view = sequences.describe_with_view(k, *caches)
 
         place = lengths[:, None] - tokens + torch.arange(tokens, device=device)
         at = (pages.long().gather(1, place // 64), place % 64)

@@ -99,7 +99,7 @@ def rows() -> tuple[Row, ...]:
         _row("dtype", "bf16"),
         _row("dtype", "fp32", dtype="fp32"),
         _row("dtype", "fp64", dtype="fp64"),
-        _row("dtype", "bias in fp32 beside bf16", bias=full, bias_dtype="fp32"),
+        _row("dtype", "bias in fp32 with bf16", bias=full, bias_dtype="fp32"),
         *(_row("head dim", str(dim), q=(2, 4096, 16, dim)) for dim in (8, 16, 32, 64, 96, 128, 192, 256)),
         _row("head dim", "512", q=(2, 4096, 16, 512)),
         _row("head dim", "192, of v 128", q=(2, 4096, 16, 192), head_dim_v=128),

@@ -12,7 +12,7 @@ from ._version import __version__
 # A module of flash-dmattn 1.x, which has this import name, too.
 if (_Path(__file__).parent / "flash_dmattn_interface.py").is_file():
     raise ImportError(
-        f"{_Path(__file__).parent} has files of flash-dmattn 1.x beside those of flash_dmattn {__version__}, which has "
+        f"{_Path(__file__).parent} has files of flash-dmattn 1.x and of flash_dmattn {__version__}, which have "
         "the same import name; run `python -m pip uninstall flash-dmattn`, then install flash_dmattn again"
     )
 
@@ -50,7 +50,7 @@ else:
     from . import biases, masks, sequences, statistics
     from .api import attention
     from .backends.protocol import Backend
-    from .definition import load_with
+    from .definition import set_dtensor_loader
     from .dispatch.config import BackendChoice, config
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import (
@@ -80,7 +80,7 @@ else:
 
         return dtensor
 
-    load_with(_load_dtensor)
+    set_dtensor_loader(_load_dtensor)
 
 
 def __dir__() -> list[str]:

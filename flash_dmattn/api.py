@@ -10,7 +10,7 @@ from .biases import Bias
 from .call import prepare_call, run_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
-from .problem import AnyAuxRequest, AuxOutput, RawFlags, output_of, read_request, refuse_keywords, replaced
+from .problem import AnyAuxRequest, AuxOutput, RawFlags, make_output, read_request, refuse_keywords, replaced
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def attention(
     all on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
     Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
-    heads with Hq % Hk == 0; query head h reads key-value head h // (Hq // Hk). D and Dv are head dims. B, Lq and Lk may
+    heads with Hq % Hk == 0; query head h uses key-value head h // (Hq // Hk). D and Dv are head dims. B, Lq and Lk may
     be 0.
 
     Args:
@@ -164,12 +164,12 @@ def attention(
         v: (B, Lk, Hk, Dv), dtype and device of q.
         mask: bool, True where q attends: (B, Hq or Hk, Lq, Lk), each dimension 1 or full. Fewer dimensions, at least 2,
             are aligned from the right as in torch, so a 2-D mask is (Lq, Lk). For padding of (B, Lk) use
-            `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
-            It may be a prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths. A
-            prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
-            `sequences` it must be prepared for these sequences, or by `from_tree`.
-            A hidden key may be NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in torch. With
-            `sequences` nothing past their lengths is read: see docs/masks.md.
+            `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient. It may
+            be a prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths. A prepared mask includes
+            is_causal and window_size: leave them unset here, or pass the same limits. With `sequences` it must be
+            prepared for these sequences, or by `from_tree`. A hidden key may be NaN. A hidden value may not be NaN or
+            inf, because 0 * NaN is NaN, as in torch. With `sequences` keys past their lengths are never loaded: see
+            docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. Besides a tensor it may be:
 
@@ -197,8 +197,8 @@ def attention(
             lse is without dropout. Each call draws from torch's generator of the device of q, so `torch.manual_seed`
             repeats it. The same probabilities are dropped on every backend, in both passes and in every layout. There
             is no training mode here: pass 0.0 for evaluation.
-        return_aux: a `flash_dmattn.AuxRequest(lse=, max_scores=, entropy=)`, or the one of torch: also return what it
-            asks for, as a `flash_dmattn.AuxOutput`. See docs/numbers.md.
+        return_aux: a `flash_dmattn.AuxRequest(lse=, max_scores=, entropy=)`, or torch's `AuxRequest`: also return the
+            requested statistics, as a `flash_dmattn.AuxOutput`. See docs/numbers.md.
 
     With `sequences` the layout decides the shapes, for S sequences with Tq and Tk tokens in all:
 
@@ -220,15 +220,14 @@ def attention(
 
     Returns:
         out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities, or
-        with `return_aux` of out and an `AuxOutput`.
-        lse (B, Hq, Lq) is the natural log of the sum of exp of the allowed scores and the sink, in fp32 (fp64 for
-        fp64). A row with nothing allowed has out 0, lse -inf (with a sink: the sink), and no part in any gradient
-        except the gradient of the sink.
+        with `return_aux` of out and an `AuxOutput`. lse (B, Hq, Lq) is the natural log of the sum of exp of the allowed
+        scores and the sink, in fp32 (fp64 for fp64). A row without an allowed key has out 0, lse -inf (with a sink: the
+        sink), and contributes to no gradient except the gradient of the sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or values do not fit, the backend is unknown, or `return_aux` is passed beside
-            `return_lse` or `return_probs`.
+        ValueError: shapes, devices or values do not match, the backend is unknown, or `return_aux` is passed together
+            with `return_lse` or `return_probs`.
         BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
         BackendUnavailableError: the named backend does not work on this machine.
         NotImplementedError: on a second derivative through a named kernel backend, or the gradient of a tangent
@@ -264,10 +263,10 @@ def attention(
         results = dtensor_module().attention(q, k, v, mask, bias, **options)
         if asked is None:
             return results
-        return (results[0], output_of(results, *asked)) if any(asked) else (results, output_of((), *asked))
+        return (results[0], make_output(results, *asked)) if any(asked) else (results, make_output((), *asked))
     results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if asked is not None:
-        return results[0], output_of(results, *asked)
+        return results[0], make_output(results, *asked)
     if return_lse:
         return results
     return results[0] if not return_probs else (results[0], results[2])

@@ -1,4 +1,4 @@
-"""The contract of gradients, shared by every backend with a backward pass of its own.
+"""The autograd functions of a call, for all backends that have a backward pass.
 
 `Attention` is the autograd function of a call. `TransformedAttention` is its twin for compilers and for transforms of
 `torch.func`, which need a `setup_context`. `AttentionBackward` is the autograd function of a backward pass: it gives
@@ -6,8 +6,8 @@ the second derivative, or refuses it. In forward mode `TangentAttention` compute
 `TangentGradients` the gradients of a loss that contains tangents.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. Mapped calls run
-one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. So do
-calls with sequences or dropout, which number the entries within each call.
+one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. Calls
+with sequences or dropout also do, because they number the entries within each call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .dispatch.selection import (
 )
 from .gradients import narrow
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad, RowEntropy
-from .problem.inputs import Inputs, as_arrived, result_in_rows, saved_layout_of
+from .problem.inputs import Inputs, as_arrived, make_saved_layout, result_in_rows
 from .reference.tangents import Cotangents, Tangents
 
 NUM_INPUTS = len(NeedsGrad._fields)
@@ -65,7 +65,7 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
     if plan.run_forward is None:  # the call may be watched
         if not is_transformed():
             record(plan)
-        # Not `is_exporting()`, which Dynamo of torch 2.11 answers with True in every graph.
+        # Not `is_exporting()`, which is True for Dynamo of torch 2.11 in every graph.
         if torch.compiler._is_exporting_flag or (plan.backward is None and not is_transformed()):
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
@@ -94,8 +94,8 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
 def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
     """Return (out, lse) inside of `torch.func.jvp`, or of `forward_ad.dual_level`.
 
-    Where the tangents of this call are at hand, one pass computes everything. Other transforms may run inside of jvp,
-    and a gradient of dual tensors is a dual tensor: those calls go through an autograd function that has a jvp.
+    If the tangents of this call are known, one pass computes everything. Other transforms may run inside of jvp, and a
+    gradient of dual tensors is a dual tensor: these calls use an autograd function that has a jvp.
     """
     results: tuple[Tensor, ...]
     _refuse_aux_in_forward_mode(plan)
@@ -123,7 +123,7 @@ def _refuse_aux_in_forward_mode(plan: Plan) -> None:
 def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents inside of `torch.func.jvp`, computed one level below, outside of the jvp.
 
-    An autograd function that is called inside of jvp would go the same way, but torch makes a class for each such call.
+    An autograd function inside of jvp would do the same, but torch creates a class for each of its calls.
     """
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -133,18 +133,18 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
         inside = (None if t is None else _unwrapped(t) for t in tensors)
         return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in inside)
 
-    inputs, own = (
+    inputs, inner_tangents = (
         plan.saved_layout.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)),
         Tangents(*below(*tangents)),
     )
     with interpreter.lower():
-        results = _attend_with_tangents(plan, inputs, own)
+        results = _attend_with_tangents(plan, inputs, inner_tangents)
     return tuple(torch._C._functorch._wrap_for_grad(t, level) for t in results)
 
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
-    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot know
+    # With gradients, Dynamo breaks the graph here: it traces no function with a jvp, and inside of jvp it cannot know
     # whether a tensor needs a gradient.
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return _run_tangents(plan, x, tangents)
@@ -163,7 +163,7 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
 def differentiate(
     plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any, dentropy: Tensor | None = None
 ) -> Gradients:
-    """Return the five gradients, recorded by autograd if a second derivative may be needed, of what `_keep` saved."""
+    """Return the five gradients from the saved tensors; autograd records them if a second derivative may be needed."""
     dlse = narrow(dlse, dout.dtype)
     watched = is_watched(dout, dlse, dentropy, *kept)
     if is_batched(dout, dlse, dentropy):
@@ -203,7 +203,7 @@ def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
     """Name the tensors of inference mode that a backward pass would need."""
     named = [(name, [getattr(x, name)]) for name in ("q", "k", "v", "bias", "sink")]
     named += [("mask", list(x.mask.tensors)), ("sequences", [] if x.sequences is None else list(x.sequences))]
-    made = " and ".join(name for name, own in named if any(t is not None and t.is_inference() for t in own))
+    made = " and ".join(name for name, tensors in named if any(t is not None and t.is_inference() for t in tensors))
     raise RuntimeError(
         f"{made or 'an argument'} made in torch.inference_mode() cannot be saved for a backward pass; make it outside "
         "of inference mode, where clone() of a tensor does, or call under torch.no_grad()"
@@ -211,7 +211,7 @@ def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
 
 
 def _keep(ctx: Any, plan: Plan, x: Inputs, results: tuple[Tensor, ...]) -> None:
-    """Save what the backward pass reads; lse is saved in the place of an (Lq, Lk) matrix."""
+    """Save the tensors for the backward pass; lse is saved instead of an (Lq, Lk) matrix."""
     entropies = results[-1:] if plan.saved_layout.has_entropy else ()
     ctx.save_for_backward(results[0], results[1], x.q, x.k, x.v, x.bias, x.sink, *x.others, *entropies)
     ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
@@ -219,7 +219,7 @@ def _keep(ctx: Any, plan: Plan, x: Inputs, results: tuple[Tensor, ...]) -> None:
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Tensor | None) -> Gradients:
-    """Return the five gradients of what is sent back through the results; the largest scores have none."""
+    """Return the five gradients from the gradients of the results; maximum scores have no gradient."""
     dentropy = others[-1] if ctx.plan.saved_layout.has_entropy else None
     if dout is None and dlse is None and dentropy is None:
         return None, None, None, None, None
@@ -298,7 +298,7 @@ class TransformedAttention(torch.autograd.Function):
         (q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         if dims[4] is not None or _runs_one_by_one(plan):
             return stacked([_attend_alone(plan, *each) for each in each_call(info.batch_size, dims, tensors)])
-        # The inputs show which gradients will be needed; all calls share the sink.
+        # The inputs show which gradients will be needed; the sink is the same for all calls.
         needs_grad, mapped = Inputs(q, k, v, bias=bias, sink=sink).needs_grad, (q, k, v, bias)
         call = MappedCall(
             info.batch_size, dims[:4], dims[5:], plan.problem, mapped, others, needs_grad, _reads_repeats(plan)
@@ -318,7 +318,7 @@ class DualAttention(TransformedAttention):
 
     @staticmethod
     def backward(ctx: Any, *sent: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dlse = sent  # calls in forward mode return nothing else
+        dout, dlse = sent  # calls in forward mode have no other results
         gradients = _gradients_in_forward_mode(ctx, dout, dlse, *ctx.saved_tensors)
         return None, *gradients, *(None,) * ctx.num_others
 
@@ -346,7 +346,7 @@ class TangentAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass of the call, or where the loss contains tangents the one that has their gradients."""
+        """Run the backward pass of the call, or the pass that differentiates tangents, if the loss contains them."""
         plan, (out, lse, *tensors), needs_grad = ctx.plan, ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
         others = (None,) * (len(tensors) - 2 * NUM_INPUTS)
         if all(x is None for x in cotangents):
@@ -373,8 +373,8 @@ class TangentAttention(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         each = []
-        for own in each_call(info.batch_size, in_dims[1:], tensors):
-            x, tangents = _apart(plan, own)
+        for call_tensors in each_call(info.batch_size, in_dims[1:], tensors):
+            x, tangents = _apart(plan, call_tensors)
             replanned = _replan(plan, plan.problem._replace(needs_grad=x.needs_grad))
             each.append(_attend_with_tangents(replanned, x, tangents))
         return stacked(each)
@@ -419,19 +419,20 @@ class TangentGradients(torch.autograd.Function):
                 "attention has no gradients of tangents in a batch (is_grads_batched=True, vectorize=True); "
                 "ask for one after the other, or take torch.func.hessian, or torch.func.vmap of torch.func.vjp"
             )
-        sent, lse, own = Cotangents(*tensors[:4]), tensors[4], Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
+        sent, lse = Cotangents(*tensors[:4]), tensors[4]
+        tangents = Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
         x = plan.saved_layout.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
         problem = plan.problem
         backend = select_tangent_gradients(problem, select_tangents(problem, plan.forward), plan.requested)
         report_last_resort(plan, TANGENT_GRADIENT, backend, plan.forward)
-        if is_watched(*x[:3], *own, *sent) or profiler._is_profiler_enabled:
-            return operators.tangent_gradients(problem, backend.name, x, own, lse, sent, needs_grad)
-        both = tangent_gradients_pass(backend, problem, needs_grad)(x, own, lse, sent)
+        if is_watched(*x[:3], *tangents, *sent) or profiler._is_profiler_enabled:
+            return operators.tangent_gradients(problem, backend.name, x, tangents, lse, sent, needs_grad)
+        both = tangent_gradients_pass(backend, problem, needs_grad)(x, tangents, lse, sent)
         return (*both[0], *both[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save nothing."""
+        """Save no tensors: there are no derivatives."""
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -446,7 +447,7 @@ class TangentGradients(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         each = [
-            TangentGradients.apply(plan, needs_grad, *own) for own in each_call(info.batch_size, in_dims[2:], tensors)
+            TangentGradients.apply(plan, needs_grad, *call) for call in each_call(info.batch_size, in_dims[2:], tensors)
         ]
         return stacked(each)
 
@@ -478,8 +479,8 @@ class AttentionBackward(torch.autograd.Function):
         (dout, dlse, dentropy, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         needs_grad = plan.problem.needs_grad
         if dims[9] is not None or needs_grad.sink or _runs_one_by_one(plan):
-            every = each_call(info.batch_size, dims, tensors)
-            return stacked([differentiate(plan, *own[:2], *own[3:], dentropy=own[2]) for own in every])
+            calls = each_call(info.batch_size, dims, tensors)
+            return stacked([differentiate(plan, *call[:2], *call[3:], dentropy=call[2]) for call in calls])
         entropies = [others.pop()] if plan.saved_layout.has_entropy else []
         mapped, where = (q, k, v, bias), (dims[5:9], dims[10 : 10 + len(others)])
         repeats = _reads_repeats(plan)
@@ -522,8 +523,8 @@ class AttentionBackward(torch.autograd.Function):
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest = iter(tensors)
             arguments: list[Any] = [None if x is None else next(rest) for x in inputs]
-            dout, dlse, dentropy, *own = arguments
-            x = plan.saved_layout.inputs(*own, *no_inputs).in_rows(arrival)
+            dout, dlse, dentropy, *with_gradients = arguments
+            x = plan.saved_layout.inputs(*with_gradients, *no_inputs).in_rows(arrival)
             sent = (dout, dlse) if dentropy is None else (dout, dlse, dentropy)
             gradients = formula(problem, x, *(result_in_rows(each, arrival) for each in sent))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
@@ -551,10 +552,10 @@ class DualAttentionBackward(AttentionBackward):
         saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
         dout, dlse, _dentropy, _out, lse, *tensors = saved
         inputs, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
-        tdout, tdlse, _tdentropy, _tout, _tlse, *own = tangents[: 5 + NUM_INPUTS]
+        tdout, tdlse, _tdentropy, _tout, _tlse, *input_tangents = tangents[: 5 + NUM_INPUTS]
         needs_grad = (*plan.problem.needs_grad, *(False,) * NUM_INPUTS)
         sent = (tdout, tdlse, dout, dlse)
-        gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)
+        gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *input_tangents, *others)
         return gradients[:NUM_INPUTS]
 
 
@@ -564,13 +565,13 @@ def _runs_one_by_one(plan: Plan) -> bool:
 
 
 def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
-    """Return the results of one mapped call; its own inputs show which gradients it needs."""
+    """Return the results of one mapped call; its inputs show which gradients it needs."""
     inputs = plan.saved_layout.inputs(*tensors)
     return attend(_replan(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
 
 
 def _reads_repeats(plan: Plan) -> bool:
-    """Return whether a mapped call may have masks and biases that part of its batch shares; else they are expanded."""
+    """Return whether masks and biases for only a part of a mapped batch are supported; else they are expanded."""
     backends = (plan.forward, plan.backward)
     return choice_in_force(plan.requested) == "auto" or all(x is None or x.repeats_entries for x in backends)
 
@@ -606,15 +607,15 @@ _read_operator: Any = by_name(operators.FORWARD_SCHEMA)(lambda arguments: argume
 
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward pass of an exported operator reads, and choose its backend."""
+    """Save the tensors for the backward pass of an exported operator, and choose its backend."""
     arguments = _read_operator(*inputs)
     problem, x = operators.read_call(arguments)
     problem = problem._replace(needs_grad=x.requires_grad)
-    # Nobody knows whether lse will have a gradient.
+    # It is unknown whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), arguments.backward or arguments.backend)
-    # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
-    # passes read.
-    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), saved_layout_of(problem))
+    # The forward pass has run, so its backend does not matter here. The operator receives its mask in the form for its
+    # passes.
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), make_saved_layout(problem))
     _keep(ctx, plan, x, output)
     # An argument that is a list has a list of gradients.
     lists = {name: each for name, each in arguments._asdict().items() if isinstance(each, (list, tuple))}
@@ -623,8 +624,8 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_operator(ctx: Any, *sent: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
-    own = dict(zip(NeedsGrad._fields, _gradients(ctx, *sent), strict=True))
-    return tuple((ctx.gradients | own).values())
+    gradients = dict(zip(NeedsGrad._fields, _gradients(ctx, *sent), strict=True))
+    return tuple((ctx.gradients | gradients).values())
 
 
 torch.library.register_autograd(

@@ -74,7 +74,7 @@ class Relative(NamedTuple):
         tensor([[[1, 2, 3],
                  [1, 1, 2]]])
         """
-        return _dense(self, seqlen_q, seqlen_k)
+        return _matrix(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -109,7 +109,7 @@ class Band(NamedTuple):
         Raises:
             ValueError: the values have other than seqlen_q rows.
         """
-        return _dense(self, seqlen_q, seqlen_k)
+        return _matrix(self, seqlen_q, seqlen_k)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -160,7 +160,7 @@ class ListBias(NamedTuple):
             TypeError: the mask has no lists, or values or the bias are no tensors.
             ValueError: the values have another shape than the lists, or the bias does not broadcast to the result.
         """
-        lists = lists_beside(mask)
+        lists = require_lists(mask)
         check_tensor("bias.values", self.values, _FLOAT)
         if self._has_batch_dims(lists):
             one, folded, batch_dims = self._fold(lists)
@@ -198,7 +198,7 @@ class ListBias(NamedTuple):
             ValueError: the bias has a value per key and lists have blocks of keys, or its shape is another one, or the
                 lists are of sequences.
         """
-        lists = lists_beside(mask)
+        lists = require_lists(mask)
         check_tensor("bias.values", self.values, _FLOAT)
         if self.values.dim() < 2:
             raise ValueError(
@@ -209,7 +209,7 @@ class ListBias(NamedTuple):
         check_floats("bias.bias", self.bias)
         if lists.sequences is not None:
             raise ValueError(
-                "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
+                "bias.bias is set with lists of sequences; it needs to be None: add what it has for lists.index to "
                 "bias.values"
             )
         if self.bias.dim() < 2:
@@ -221,7 +221,7 @@ class ListBias(NamedTuple):
         shapes = (as_scores(self.values).shape, bias.shape, lists.shape)
         if not _broadcast(*(x[0] for x in shapes)) or not _broadcast(*(x[1] for x in shapes), divides=True):
             raise ValueError(
-                f"bias.bias has shape {tuple(self.bias.shape)} beside bias.values of {tuple(self.values.shape)} and "
+                f"bias.bias has shape {tuple(self.bias.shape)} with bias.values of {tuple(self.values.shape)} and "
                 f"lists of {lists.shape[1]} heads for a batch of {lists.shape[0]}; it needs a batch and heads of 1, or "
                 "of theirs"
             )
@@ -229,7 +229,7 @@ class ListBias(NamedTuple):
             added = bias
         elif block_k > 1:
             raise ValueError(
-                f"bias.bias has shape {tuple(self.bias.shape)} beside lists of blocks of {block_k} keys; it needs one "
+                f"bias.bias has shape {tuple(self.bias.shape)} with lists of blocks of {block_k} keys; it needs one "
                 "value per query, (..., Lq, 1), or lists of single keys"
             )
         elif bias.shape[-1] != lists.seqlen_k or bias.shape[-2] not in (1, lists.seqlen_q):
@@ -254,10 +254,10 @@ class ListBias(NamedTuple):
         try:
             dims = tuple(torch.broadcast_shapes(*shapes))
         except RuntimeError:
-            beside = "" if self.bias is None else f", bias.bias {shapes[1]}"
+            bias_dims = "" if self.bias is None else f", bias.bias {shapes[1]}"
             raise ValueError(
-                f"bias.values has batch dims {shapes[0]}{beside} and the lists {shapes[-1]}; each needs to be 1 or the "
-                "same"
+                f"bias.values has batch dims {shapes[0]}{bias_dims} and the lists {shapes[-1]}; each needs to be 1 or "
+                "the same"
             ) from None
         one = ListBias(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
         return one, replace(lists.expand_batch(dims), leading=None), dims
@@ -270,7 +270,7 @@ def _sum(values: Tensor, bias: Tensor) -> Tensor:
     return repeat_heads(values, heads).to(dtype) + repeat_heads(bias, heads)
 
 
-def lists_beside(mask: Any) -> ListMask:
+def require_lists(mask: Any) -> ListMask:
     """Return the mask of a call with a `ListBias`; refuse one without lists."""
     if getattr(mask, "form", None) != "lists":
         has = "None" if mask is None else f"a {type(mask).__name__}"
@@ -331,10 +331,12 @@ def require_dense_bias(bias: object, where: str) -> None:
         )
 
 
-def _dense(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+def _matrix(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Make the matrix of a bias by distance, (*batch, Hv, Lq, Lk)."""
     values, numbers = split(bias)
     assert numbers is not None
-    integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
+    integer("seqlen_q", seqlen_q)
+    integer("seqlen_k", seqlen_k)
     if numbers.has_rows and values.shape[-2] != seqlen_q:
         raise ValueError(f"bias.values has {values.shape[-2]} queries; it needs seqlen_q of them, {seqlen_q}")
     if numbers.outside == "error":

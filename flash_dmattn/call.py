@@ -1,4 +1,4 @@
-"""One call: brings its arguments into one form, looks up or makes its plan, and runs the plan."""
+"""One call: normalises its arguments, looks up or makes its plan, and runs the plan."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad, profiler
 from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ListBias, split
+from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, blocks, process
@@ -44,17 +45,16 @@ from .problem import (
 )
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
-from .remembered import Remembered
 from .sequences import Sequences
-from .sequences.layout import check_and_lay_out
+from .sequences.layout import check_and_describe
 from .sequences.padding import Jagged
 from .validation import PreparedCall, describe, follow_autocast, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
     from .validation import Mask
 
-# A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
-plans: Remembered[Plan] = Remembered(1024)
+# A decoding program makes a plan for each new length and never uses it again, so the cache is bounded.
+plans: ClockCache[Plan] = ClockCache(1024)
 on_change.append(plans.clear)
 
 
@@ -69,8 +69,8 @@ def prepare_call(
     raw_flags: RawFlags,
     heads_first: bool = False,
 ) -> PreparedCall:
-    """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D)."""
-    by_distance = jagged = leading = repeats = spec = where = None
+    """Normalise the arguments of `attention`; with `heads_first` q, k and v are (B, H, L, D)."""
+    by_distance = jagged = leading = repeats = spec = sequence_view = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
@@ -87,7 +87,7 @@ def prepare_call(
             has_rows = None if by_distance is None else by_distance.has_rows
             q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
     if sequences is not None:
-        spec, where = check_and_lay_out(sequences, q, k, v, mask)
+        spec, sequence_view = check_and_describe(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
     q, k, v = follow_autocast(q, k, v)
     if is_transform_traced():
@@ -101,15 +101,15 @@ def prepare_call(
     # fmt: off
     return PreparedCall(
         q, k, v, mask, values, sink, raw_flags, arrival, repeats, leading,
-        spec, where, jagged, copies, by_distance, is_list_bias,
+        spec, sequence_view, jagged, copies, by_distance, is_list_bias,
     )
     # fmt: on
 
 
 def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
-    """Return out, lse, and what else the call asks for, in the shapes that `attention` documents.
+    """Return out, lse, and the other requested results, in the shapes that `attention` documents.
 
-    The rest is the largest scores and entropies of rows, in this order, or the probabilities.
+    The other results are the maximum scores and entropies of rows, in this order, or the probabilities.
     """
     follow_checkpoints()
     active_blocks = blocks.now
@@ -147,8 +147,8 @@ def differentiate_call(
 ) -> Gradients:
     """Return gradients of a call whose values are zeros from its lse, without its forward pass.
 
-    dout has the shape of out, and lse and dlse lie beside it; all have the batch dims and the layout of `call`. Nothing
-    records the gradients.
+    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. Autograd does not record
+    the gradients.
     """
     follow_checkpoints()
     with torch.no_grad():
@@ -209,7 +209,7 @@ def _plan_for(
     if active_blocks.fallback is not None:
         plan = replace(plan, fallback=active_blocks.fallback)
     if is_plain and key is not None:
-        plans.keep(key, plan)
+        plans.put(key, plan)
     return plan, mask, bias
 
 
@@ -292,6 +292,6 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-if torch.__version__ < "2.11":  # Dynamo reads no property of a named tuple there
+if torch.__version__ < "2.11":  # there, Dynamo does not support properties of a NamedTuple
     prepare_call, run_call = _outside_of_graphs(prepare_call), _outside_of_graphs(run_call)
     differentiate_call = _outside_of_graphs(differentiate_call)

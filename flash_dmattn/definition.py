@@ -55,6 +55,15 @@ def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -
     return run
 
 
+def assume_constant(function: T) -> T:
+    """Decorate a function that Dynamo must not trace: it runs the function while tracing, and keeps the result.
+
+    This is `torch.compiler.assume_constant_result`, which would import Dynamo.
+    """
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
+    return function
+
+
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` is running, such as grad, vmap or jvp; False inside compilers."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
@@ -138,17 +147,18 @@ def distinct(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
-_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the functions of `one_by_one` that run now, by id
+_running: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the functions of `one_by_one` that run now, by id
 
 
-def _call_one(dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, call: int) -> tuple[Tensor, ...]:
-    return tuple(dout.new_empty(0) if x is None else x for x in _calls[call](dout, dlse, dentropy))
+def _run_one(dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, function_id: int) -> tuple[Tensor, ...]:
+    return tuple(dout.new_empty(0) if x is None else x for x in _running[function_id](dout, dlse, dentropy))
 
 
 LIBRARY.define(
-    "one_by_one(Tensor dout, Tensor? dlse, Tensor? dentropy, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "one_by_one(Tensor dout, Tensor? dlse, Tensor? dentropy, int function_id)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # autograd records the operations inside
+LIBRARY.impl("one_by_one", _run_one, "CompositeImplicitAutograd")  # autograd records the operations inside
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
@@ -172,19 +182,19 @@ def one_by_one(
 
     torch supports such a batch in one way only: for an operator that takes and returns single tensors, it loops over
     the batch, on any device and thread. So the function runs inside an operator. An operator cannot take a function,
-    so it takes the key of the function in `_calls`.
+    so it takes the id of the function, which `_running` maps to it.
     """
-    latest: list[tuple[Tensor | None, ...]] = []
+    latest: list[tuple[Tensor | None, ...]] = []  # tells which results are None, which an operator cannot return
 
-    def call(*sent: Tensor | None) -> tuple[Tensor | None, ...]:
-        latest[:] = [function(*sent)]
+    def run(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        latest[:] = [function(*gradients)]
         return latest[0]
 
-    _calls[id(call)] = call
+    _running[id(run)] = run
     try:
-        results = torch.ops.flash_dmattn.one_by_one.default(dout, *others, id(call))
+        results = torch.ops.flash_dmattn.one_by_one.default(dout, *others, id(run))
     finally:
-        del _calls[id(call)]
+        del _running[id(run)]
     return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=True))
 
 
@@ -243,14 +253,14 @@ def is_dtensor(x: object) -> bool:
 
 def dtensor_module() -> Any:
     """Return the module `distributed.dtensor`, which runs calls with DTensors and is a layer above `attention`."""
-    return _load()
+    return _load_dtensor()
 
 
-def load_with(load: Callable[[], Any]) -> None:
+def set_dtensor_loader(load: Callable[[], Any]) -> None:
     """Set the function that imports `dtensor_module`; called by `flash_dmattn/__init__.py`, which may import all."""
-    global _load
-    _load = load
+    global _load_dtensor
+    _load_dtensor = load
 
 
-def _load() -> Any:
+def _load_dtensor() -> Any:
     raise AssertionError("flash_dmattn has not been imported")

@@ -63,13 +63,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of one backend to a call.
+    """The verdict of one backend on a call.
 
     Attributes:
         backend: its name.
         forward, backward: whether it accepts each pass; None where nothing needs a gradient.
         reasons: every reason why not.
-        preferences: why "auto" passes it over in the passes that it accepts.
+        preferences: why "auto" does not use it for passes that it accepts.
         notes: what it would do with this call.
     """
 
@@ -100,9 +100,9 @@ class Explanation:
         profile: what a profile of `python -m flash_dmattn calibrate` decided, or why none did; None where the
             built-in rules decide.
         copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
-            line tells how a mask of two dims is read where it could be padding, too.
+            line tells how a mask of two dims is interpreted if it could also be padding.
         tangents: the backend of the call in forward mode (`torch.func.jvp`), which computes out with its tangent; None
-            where that would raise.
+            if that would raise.
     """
 
     problem: AttentionProblem
@@ -120,7 +120,7 @@ class Explanation:
         return {
             "problem": str(self.problem),
             "requested": self.requested,
-            "elsewhere": self.problem.elsewhere,
+            "is_hypothetical": self.problem.is_hypothetical,
             **{name: getattr(self, name) for name in ("forward", "backward", "tangents", "error", "profile")},
             "copies": list(self.copies),
             "backends": {
@@ -140,12 +140,12 @@ class Explanation:
         return self.to_text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
     def to_text(self, width: int | None = None) -> str:
-        """Return what is printed; reasons that would end past a width continue on the next line.
+        """Return the printed table; reasons that are longer than the width are wrapped.
 
-        Where a backend does not run on the call's device, the table has only that reason; `verdicts` has all.
+        For a backend that does not run on the call's device, the table has only this reason; `verdicts` has all.
         """
-        elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
-        lines = [elsewhere] if self.problem.elsewhere else []
+        hypothetical = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
+        lines = [hypothetical] if self.problem.is_hypothetical else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
         gpu = (
             ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
@@ -161,7 +161,7 @@ class Explanation:
 
     @property
     def chosen(self) -> str:
-        """Return one line on what runs."""
+        """Return one line about the backends that run."""
         if self.error is not None:
             return f"backend={self.requested!r} would raise"
         if self.backward is None:
@@ -188,7 +188,7 @@ class Explanation:
                 return "-"
             return ("CHOSEN" if chosen == verdict.backend else "yes") if serves else "no"
 
-        # On a device that a backend does not run on, what else the call breaks is about another machine.
+        # Other reasons of a backend that does not run on this device do not matter.
         device = [reason for reason in verdict.reasons if reason.code == "device"]
         why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
@@ -222,17 +222,17 @@ def explain(
 ) -> Explanation:
     """Explain which backend would run a call with these arguments, and why not another one; computes nothing.
 
-    Tensors may be on the device "meta", which takes no memory. DTensors are explained by the call of this rank, whose
-    sizes decide there; where ranks share the sequence, `flash_dmattn.distributed.explain_context_parallel` answers.
+    Tensors may be on the device "meta", which takes no memory. DTensors are explained by the call of this rank, because
+    its sizes decide; for a sharded sequence by `flash_dmattn.distributed.explain_context_parallel`.
 
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
-        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942", in the place of the device of
-            the tensors. Where no GPU of this machine has it, all backends count as installed: what works here shows
-            nothing of a machine that has such a GPU.
+        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942", instead of the device of the
+            tensors. If this machine has no such GPU, all backends count as installed, because the libraries here tell
+            nothing about a machine that has one.
 
     Returns:
-        An `Explanation`: print it, or take its `to_dict()`.
+        An `Explanation`: print it, or use its `to_dict()`.
 
     Raises:
         TypeError, ValueError: the arguments are invalid, as in `attention`.
@@ -253,11 +253,9 @@ def explain(
     del arguments["return_aux"]
     if type(q) is not Tensor and is_dtensor(q):
         if device is not None:
-            raise ValueError(
-                f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
-            )
-        own = [arguments.pop(name) for name in tensors]
-        explained: Explanation = dtensor_module().explain(*own, **arguments)
+            raise ValueError(f"device is {device!r}; it needs to be None with DTensors, whose ranks have GPUs already")
+        values = [arguments.pop(name) for name in tensors]
+        explained: Explanation = dtensor_module().explain(*values, **arguments)
         return explained
     raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
     call = prepare_call(**arguments, raw_flags=raw_flags)
@@ -278,11 +276,11 @@ def _moved(problem: AttentionProblem, device: str) -> AttentionProblem:
     """Describe the same call on "cpu", or on a GPU of an architecture."""
     arch = parse_arch(device)
     kind = "cpu" if arch == "cpu" else "cuda"
-    return problem._replace(device=kind, arch=arch, elsewhere=arch != "cpu" and not gpu_names(arch))
+    return problem._replace(device=kind, arch=arch, is_hypothetical=arch != "cpu" and not gpu_names(arch))
 
 
 def parse_arch(name: str) -> str:
-    """Read an architecture as people write it, and return it as `device_arch` has it.
+    """Parse an architecture as users write it; return it as `device_arch` does.
 
     >>> parse_arch("sm90a"), parse_arch("gfx942"), parse_arch("cpu")
     ('sm_90', 'gfx942', 'cpu')
@@ -426,14 +424,14 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         forward,
         backward,
         error,
-        tuple(verdict_of(backend, problem) for backend in BACKENDS.table.values()),
+        tuple(make_verdict(backend, problem) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         copies,
         tangents,
     )
 
 
-def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
+def make_verdict(backend: Backend, problem: AttentionProblem) -> Verdict:
     def serves(direction: Direction) -> bool:
         return not reasons_against(backend, problem, (direction,))
 

@@ -28,23 +28,23 @@ def empty_outputs(q: Tensor, v: Tensor, wide_lse: bool = False) -> tuple[Tensor,
 
 
 def empty_statistic(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate the largest scores, or the entropies, of rows: like lse, in fp32 (fp64 for calls whose dtype it is)."""
+    """Allocate the maximum scores, or the entropies, of rows: like lse, in fp32 (fp64 for fp64)."""
     return torch.empty(lse.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=lse.device)
 
 
 def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
-    """Bring a wide lse, or its gradient, to fp32, but not of calls whose dtype is fp64: see `Backend.wide_lse`."""
+    """Convert a wide lse, or its gradient, to fp32, except for fp64 calls: see `Backend.wide_lse`."""
     return x if x is None or not x.dtype == torch.float64 != dtype else x.float()
 
 
 def rows_without_keys(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return `lse -> (max_scores, entropy)`, those that a class of calls asks for, with -inf and 0 in every row."""
+    """Return `lse -> (max_scores, entropy)`, as far as a class of calls asks for them: -inf and 0 in every row."""
     values = [*[-torch.inf] * p.flags.max_scores, *[0.0] * p.flags.entropy]
     return lambda lse: tuple([empty_statistic(lse, p.dtype).fill_(value) for value in values])
 
 
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return `q -> (out, lse)`, followed by the largest scores and the entropies that a class of calls asks for.
+    """Return `q -> (out, lse)`, followed by the maximum scores and the entropies that a class of calls asks for.
 
     It is `_allocate_outputs` of most calls, without another function around it.
     """
@@ -149,7 +149,7 @@ def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]
 
 
 def spread(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> Gradients:
-    """Put the gradients that an operator returned at their places in (dq, dk, dv, dbias, dsink); None elsewhere."""
+    """Return (dq, dk, dv, dbias, dsink) from the needed gradients, which an operator returned; None if not needed."""
     rest = iter(gradients)
     return tuple(next(rest) if needed else None for needed in needs_grad)
 
@@ -236,7 +236,7 @@ def sequence_query_gradient(
     nowhere = lse == -torch.inf
     if dlse is not None:
         dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
-    lse = lse.masked_fill(nowhere, torch.inf)  # +inf, so that sinks have no share of these rows
+    lse = lse.masked_fill(nowhere, torch.inf)  # +inf, so that sinks have probability 0 in these rows
     spec = flags.sequences
     if spec is not None and spec.packs_queries and flags.bias_packing == "none":
         most = spec.max_seqlen_q
@@ -255,13 +255,13 @@ def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
     """Return the gradient of a bias (Bb, Hb, 1, Lk) from sums of ds over queries, fp32 (B, heads of q or k, Lk)."""
     keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
-    if keys.shape[:2] != bias.shape[:2]:  # it takes longer to ask torch, which looks for symbols
+    if keys.shape[:2] != bias.shape[:2]:  # not `torch.Size.numel`, which is slower because it checks for symbols
         keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
     return keys.view(bias.shape).to(bias.dtype)
 
 
 def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:
-    """Add the sums (B, H, L) of query heads over each group, if the group shares one head of the bias."""
+    """Add the sums (B, H, L) of query heads over each group, if the bias has one head for a group."""
     if bias.shape[1] == num_heads_k != x.shape[1]:
         return x.unflatten(1, (num_heads_k, -1)).sum(2)
     return x

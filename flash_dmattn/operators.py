@@ -1,4 +1,4 @@
-"""The operators of torch, one for each pass, through which watched calls go, whatever the backend.
+"""The operators of torch, one for each pass, for watched calls of all backends.
 
 They are declared with `Library.define` and `impl`, and an `autograd.Function` around them differentiates them: a call
 takes less than half the time on the host that it takes with `custom_op` and `register_autograd`. Programs of
@@ -35,7 +35,7 @@ from .problem import (
     TensorSpec,
     allowed_pairs,
     describe_tensors,
-    spec_of,
+    tensor_spec,
     unpacked_spec,
 )
 from .problem.inputs import Inputs, Saved, as_arrived, result_in_rows
@@ -62,7 +62,7 @@ _FLAGS = ", ".join(
 FORWARD_SCHEMA = (
     f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy)"
 )
-# The result lists only the requested gradients, because an operator cannot return None under torch.compile.
+# The result has only the needed gradients, because an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
     f"(Tensor dout, Tensor? dlse, Tensor? dentropy, {_INPUTS}, Tensor out, Tensor lse, Tensor? row_entropy, {_FLAGS}, "
     "str backend, bool[5] needs_grad)"
@@ -249,17 +249,17 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[
 # FLOP of the operators, for `torch.utils.flop_counter.FlopCounterMode`. A matrix product of one pair of a query and a
 # key over a head dim counts two FLOP for each of its terms. The pairs that causality and the window allow are counted.
 # Masks and lengths are on the device, and the host does not wait for them: so all pairs of a mask count, and with
-# sequences max_seqlen_k keys count for each query. Softmax, bias and softcap count nothing, as in torch's own formulas.
+# sequences max_seqlen_k keys count for each query. Softmax, bias and softcap do not count, as in torch's formulas.
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
 
 def _forward_flop(a: Any) -> int:
     """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
-    return forward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3])
+    return count_forward_flop(_pairs(a), a.q.shape[3], a.v.shape[3])
 
 
-def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
+def count_forward_flop(pairs: int, head_dim: int, head_dim_v: int) -> int:
     """Return the FLOP of a forward pass with a number of allowed pairs, counted over all query heads."""
     return pairs * 2 * (head_dim + head_dim_v)
 
@@ -271,10 +271,10 @@ def _backward_flop(a: Any) -> int:
     Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
     times the forward pass if D is Dv.
     """
-    return backward_flop_of(_pairs(a), a.q.shape[3], a.v.shape[3], a.needs_grad)
+    return count_backward_flop(_pairs(a), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
-def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
+def count_backward_flop(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
     """Return the FLOP of a backward pass with a number of allowed pairs, counted over all query heads."""
     need_q, need_k, need_v, need_bias, *_ = needs_grad
     if not any(needs_grad[:4]):
@@ -284,7 +284,7 @@ def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool
 
 
 def _tangents_flop(a: Any) -> int:
-    """Return the FLOP of the forward operator in forward mode: up to six products in the place of two.
+    """Return the FLOP of the forward operator in forward mode: up to six products instead of two.
 
     For each allowed pair and query head: 2 D + 2 Dv for out, 2 D each for tq k^T and q tk^T, 2 Dv for p tv, and 2 Dv
     for (p ts) v where scores have tangents.
@@ -386,7 +386,7 @@ def _describe_mask(mask: MaskView, seqlen_q: int, seqlen_k: int, spec: SequenceS
         return None
     first = mask.tensors[0]
     if form == "dense":
-        return spec_of(first)
+        return tensor_spec(first)
     if form == "tree":
         number, tokens, _ = first.shape
         return unpacked_spec((number, 1, tokens, tokens))

@@ -1,4 +1,4 @@
-"""Numbers about the probabilities of a call, computed after it from its lse, without a tensor of queries times keys.
+"""Statistics of the probabilities of a call, computed from its lse, without a tensor of queries times keys.
 
 `key_sums` is the probability that each key receives: the measure by which SnapKV and H2O evict keys. `list_sums` is the
 probability of each listed key, summed over heads: the teacher of a selector. `selector_loss` compares the two.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["key_sums", "list_sums", "selector_loss"]
 
-# Sums of 2 ** 15 probabilities fit in float16, whose largest number is 65504.
+# A sum of 2 ** 15 probabilities does not overflow float16, whose maximum is 65504.
 _LOG2_OF_MOST_ROWS = 15
 
 
@@ -61,26 +61,26 @@ def key_sums(
         sums = (weights[..., None] * p).sum(2)                  # heads="q"
         sums = sums.unflatten(1, (Hk, Hq // Hk)).sum(2)         # heads="k"
 
-    The result has no gradient. Probabilities are those before dropout, as lse is, so pass the same arguments with and
-    without dropout.
+    The result has no gradient. Probabilities are before dropout, as lse is, so pass the same arguments with and without
+    dropout.
 
     Args:
         q, k, mask, bias, is_causal, softmax_scale, softcap, window_size, sink, sequences: as passed to `attention`.
-        lse: (B, Hq, Lq), as `attention` returns it for the same arguments. Any backend may have made it. Keys that the
-            call does not have do not belong in it. They count by `weights=torch.exp(lse - lse.logaddexp(other))`, with
-            `other` the lse of these keys.
-        weights: (B, Hq, Lq), any float dtype, how much each query counts. The default is 1.
-        heads: "k" adds the sums of query heads that share a key. "q" keeps them apart.
-        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
+        lse: (B, Hq, Lq), as `attention` returns it for the same arguments. Any backend may have computed it. It must
+            not include keys outside of the call. To count them, pass `weights=torch.exp(lse - lse.logaddexp(other))`,
+            with `other` the lse of these keys.
+        weights: (B, Hq, Lq), any float dtype, the weight of each query. The default is 1.
+        heads: "k" adds the sums of the query heads of a group. "q" returns a sum for each query head.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for such narrow values.
 
     Returns:
-        (B, Hk, Lk), or (B, Hq, Lk) with heads="q", in fp32 (fp64 for fp64). Without a sink a row adds its weight once,
-        in total: `sums.sum(-1)` is the sum of the weights of queries that see a key. With sequences it is (H, Tk) for
-        packed keys, and (S, H, Lk) for padded ones. For keys in pages, which are copied, it is (S, H, n) by position,
-        with n the least of max_seqlen_k and the slots of a row of the block table.
+        (B, Hk, Lk), or (B, Hq, Lk) with heads="q", in fp32 (fp64 for fp64). Without a sink, `sums.sum(-1)` is the sum
+        of the weights of queries that have a key. With sequences it is (H, Tk) for packed keys, and (S, H, Lk) for
+        padded ones. For keys in pages, which are copied, it is (S, H, n) by position, with n the least of max_seqlen_k
+        and the slots of a row of the block table.
 
-        In 16 bits, beside a bias or lists, weights and sums are rounded to the dtype of q, so in float16 a weight has
-        to be below 65504.
+        In 16 bits, with a bias or lists, weights and sums are rounded to the dtype of q, so in float16 a weight has to
+        be below 65504.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -115,7 +115,8 @@ def key_sums(
         call = _prepare(q, k, mask, zeros, sink, sequences, flags)
         sums = _differentiate(call, backend, lse, weights)
     else:
-        # The gradient of v does not ask for a bias of its own. A column for each head of a group keeps heads apart.
+        # The gradient of v needs no additional bias. It has a column for each head of a group, so that heads stay
+        # separate.
         columns = num_heads // max(num_heads_k, 1) if heads == "q" else 1
         call = _prepare(q, k, mask, bias, sink, sequences, flags, columns)
         sums = _weighted_columns(call, backend, lse, weights, columns)
@@ -141,7 +142,7 @@ def list_sums(
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> Tensor:
-    """Sum the probabilities of the keys that lists name over the query heads that share a list.
+    """Sum the probabilities of listed keys over the query heads of a list.
 
     Equivalent PyTorch, for single keys, one list of each query for all heads, and p of
     `attention(..., lists, return_probs=True)`::
@@ -153,22 +154,22 @@ def list_sums(
 
     Args:
         q, k, softmax_scale, softcap, sink, sequences: as passed to `attention`.
-        lse: (B, Hq, Lq), as `attention` returns it with these lists. Any backend may have made it. For probabilities
-            among more keys, with lse `wider`, pass `weights=torch.exp(lse - wider)`.
+        lse: (B, Hq, Lq), as `attention` returns it with these lists. Any backend may have computed it. For
+            probabilities among more keys, with lse `wider`, pass `weights=torch.exp(lse - wider)`.
         lists: the mask of that call.
         bias: the bias of that call, a tensor or a `ListBias`. A tensor has the limits of `ListBias.bias`.
-        weights: (B, Hq, Lq), any float dtype, how much each query counts in each head. The default is 1.
-        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for few columns of values.
+        weights: (B, Hq, Lq), any float dtype, the weight of each query in each head. The default is 1.
+        deterministic, backend: as in `attention`. Only triton and eager have a backward pass for such narrow values.
 
     Returns:
-        (*batch, Hm, R, K) in fp32 (fp64 for fp64), shaped as the scores that `IndexScores.at(lists)` returns: Hm is
-        the number of heads of the lists, R of lists, K of their entries; packed queries have a batch of 1. An entry
-        sums over the queries of its list and the keys of its block. It is 0 where a list has no key, where the key is
-        hidden, and where a list names a key again. Without a sink an entry of one query and head adds up to 1 over K.
+        (*batch, Hm, R, K) in fp32 (fp64 for fp64), shaped as the scores that `IndexScores.at(lists)` returns: Hm is the
+        number of heads of the lists, R of lists, K of their entries; packed queries have a batch of 1. An entry sums
+        over the queries of its list and the keys of its block. It is 0 for entries without a key, for hidden keys, and
+        for repeated keys. Without a sink an entry of one query and head adds up to 1 over K.
 
     Raises:
         TypeError: an argument has the wrong type or dtype, or bias is by distance.
-        ValueError: shapes, devices or values do not fit, or keys are in pages.
+        ValueError: shapes, devices or values do not match, or keys are in pages.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, training of the
@@ -211,8 +212,8 @@ def selector_loss(scores: Tensor, teacher: Tensor, lists: PreparedMask) -> Tenso
         loss = F.kl_div(scores.log_softmax(-1), tau, reduction="none").sum((-3, -1))
 
     The gradient of the scores is softmax(scores) - tau over the entries of a list. Entries without a key have gradient
-    0, whatever their scores and their teacher are. So has a list whose teacher is 0 everywhere, and its loss is 0.
-    The backward pass computes temporaries again, a part of the lists at a time.
+    0, whatever their scores and their teacher are. So has a list whose teacher is 0 everywhere, and its loss is 0. The
+    backward pass recomputes temporaries, in chunks of lists.
 
     Args:
         scores: (*batch, Hm, R, K), float: of `IndexScores.at(lists)`, or the values of a `ListBias`.
@@ -225,7 +226,7 @@ def selector_loss(scores: Tensor, teacher: Tensor, lists: PreparedMask) -> Tenso
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not match.
 
     Example:
         >>> import torch
@@ -243,21 +244,21 @@ def selector_loss(scores: Tensor, teacher: Tensor, lists: PreparedMask) -> Tenso
     for name, x in (("scores", scores), ("teacher", teacher)):
         check_floats(name, x)
         check_device(name, x.device, mask.device, "lists")
-    own = mask.keys.shape
+    sizes = mask.keys.shape
     batch = math.prod(scores.shape[:-3])
-    if scores.dim() < 4 or scores.shape[-3:] != own[1:] or own[0] not in (1, batch):
+    if scores.dim() < 4 or scores.shape[-3:] != sizes[1:] or sizes[0] not in (1, batch):
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)}; it needs (*batch, heads, lists, entries), {tuple(own)}"
+            f"scores has shape {tuple(scores.shape)}; it needs (*batch, heads, lists, entries), {tuple(sizes)}"
         )
     if teacher.shape != scores.shape:
         raise ValueError(
             f"teacher has shape {tuple(teacher.shape)}; it needs the shape of scores, {tuple(scores.shape)}"
         )
-    hidden = (mask.index < 0).expand(batch, *own[1:])
+    hidden = (mask.index < 0).expand(batch, *sizes[1:])
     flat = scores.flatten(0, -4), teacher.detach().flatten(0, -4), hidden
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * own[1] * own[3]))
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * sizes[1] * sizes[3]))
     run = recomputed(_divergence)
-    parts = [run(*(x[:, :, rows] for x in flat)) for rows in row_chunks(own[2], step)]
+    parts = [run(*(x[:, :, rows] for x in flat)) for rows in row_chunks(sizes[2], step)]
     return torch.cat(parts, 1).unflatten(0, scores.shape[:-3])
 
 
@@ -279,7 +280,7 @@ _Flags = tuple[bool, float | None, float, tuple[int, int] | None, bool | None]
 
 
 def _check_rows(q: Any, k: Any, lse: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Check what has a number for each query and head, and return it without gradients."""
+    """Check a tensor with a value for each query and head, and return it without gradients."""
     for name, x in (("q", q), ("k", k)):
         check_tensor(name, x)
         if is_dtensor(x):
@@ -288,7 +289,7 @@ def _check_rows(q: Any, k: Any, lse: Tensor, weights: Tensor | None) -> tuple[Te
             )
         if x.is_nested:
             raise TypeError(
-                f"{name} is a nested tensor; it needs to be {name}.values(), beside "
+                f"{name} is a nested tensor; it needs to be {name}.values(), with "
                 "sequences=Sequences.packed(q.offsets(), k.offsets())"
             )
         if x.dim() < 3:
@@ -315,7 +316,7 @@ def _check_rows(q: Any, k: Any, lse: Tensor, weights: Tensor | None) -> tuple[Te
     lse = lse.detach()
     if weights is None:
         return lse, torch.ones_like(lse)
-    # A row without keys counts nothing, also where its weight is NaN, as exp(-inf - -inf) is.
+    # A row without keys does not count, even if its weight is NaN, as exp(-inf - -inf) is.
     return lse, weights.detach().to(dtype).masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -334,12 +335,12 @@ def _prepare(
     flags: _Flags,
     columns: int = 1,
 ) -> PreparedCall:
-    """Bring a call into its form whose values are `columns` columns of zeros, without gradients."""
+    """Normalise a call whose values are `columns` columns of zeros, without gradients."""
     is_causal, softmax_scale, softcap, window_size, deterministic = flags
     raw_flags = RawFlags(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse=True)
     if isinstance(bias, Tensor):
         bias = bias.detach()
-    elif isinstance(bias, tuple):  # every other kind of bias is one of tensors and numbers
+    elif isinstance(bias, tuple):  # all other kinds of bias are tuples of tensors and numbers
         bias = type(bias)(*(x.detach() if isinstance(x, Tensor) else x for x in bias))
     sink = sink.detach() if isinstance(sink, Tensor) else sink
     v = k.new_zeros(*k.shape[:-1], columns)
@@ -348,13 +349,13 @@ def _prepare(
 
 
 def _rows_of(call: PreparedCall, x: Tensor) -> Tensor:
-    """Fold the batch dims of what has a number for each query and head, as the call has folded its own."""
+    """Fold the batch dims of a tensor with a value for each query and head, as in the call."""
     *batch, rows, num_heads, _ = call.q.shape
     return x.reshape(*batch, num_heads, rows).contiguous()
 
 
 def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of the bias of a call where lse has the gradient `weights`."""
+    """Return the gradient of the bias of a call if lse has the gradient `weights`."""
     dout = call.q.new_zeros(*call.q.shape[:-1], 1)
     rows = (_rows_of(call, lse), dout, _rows_of(call, weights))
     dbias = differentiate_call(call, backend, *rows, NeedsGrad(bias=True))[3]
@@ -363,9 +364,9 @@ def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weig
 
 
 def _weighted_columns(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor, columns: int) -> Tensor:
-    """Return the gradient of v where out has the gradient `weights`, (..., Hk, columns, Lk).
+    """Return the gradient of v if out has the gradient `weights`, (..., Hk, columns, Lk).
 
-    Head h of a group has its weights in column h, or all heads of a group have theirs in one.
+    Column h has the weights of head h of a group, or one column has the weights of all heads of a group.
     """
     rows, num_heads = call.q.shape[-3:-1]
     dtype, scale = call.q.dtype, 1.0
@@ -374,15 +375,15 @@ def _weighted_columns(call: PreparedCall, backend: BackendChoice, lse: Tensor, w
         scale = 2.0 ** max(0, math.ceil(math.log2(added)) - _LOG2_OF_MOST_ROWS)
     dout = (_rows_of(call, weights) / scale).to(dtype).mT.unsqueeze(-1)
     if columns > 1:
-        own = torch.eye(columns, dtype=dtype, device=dout.device)
-        dout = dout * own.repeat(num_heads // columns, 1)
+        one_hot = torch.eye(columns, dtype=dtype, device=dout.device)
+        dout = dout * one_hot.repeat(num_heads // columns, 1)
     dv = differentiate_call(call, backend, _rows_of(call, lse), dout.contiguous(), None, NeedsGrad(v=True))[2]
     assert dv is not None
     return dv.to(lse.dtype).movedim(-3, -1) * scale
 
 
 def _without_pages(k: Tensor, mask: Any, sequences: Sequences) -> tuple[Tensor, Sequences]:
-    """Copy keys out of their pages, one sequence behind another, because backward passes read no pages."""
+    """Copy keys from their pages, one sequence after another, because backward passes do not support pages."""
     table, lengths = sequences.block_table, sequences.seqlens_k
     assert table is not None and lengths is not None
     if getattr(mask, "spec", None) is not None:
@@ -410,7 +411,7 @@ def _lists(lists: Any) -> ListMask:
 
 
 def _values(bias: Any, lists: ListMask, batch: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return what a bias adds at each entry of lists, (*batch, heads, rows, K), with a gradient for each entry."""
+    """Return the value of a bias for each entry of lists, (*batch, heads, rows, K), with a gradient for each entry."""
     _, heads, number, places = lists.keys.shape
     if not (bias is None or isinstance(bias, (Tensor, ListBias))):
         raise TypeError(

@@ -38,9 +38,9 @@ from .problem import (
     check_window,
     describe_tensors,
     dtype_name,
-    packing_of,
+    find_packing,
     replaced,
-    spec_of,
+    tensor_spec,
     unpacked_spec,
 )
 from .problem.inputs import Inputs, in_rows
@@ -139,10 +139,16 @@ class PreparedCall(NamedTuple):
 
 def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description, and mask and bias as 4-D views (a prepared mask unchanged)."""
-    q, k, v, mask, bias, sink, raw_flags, arrival, repeats, _, sequences, *_ = call
+    q, k, v = (in_rows(x, call.arrival) for x in (call.q, call.k, call.v))
+    mask, bias, sink, raw_flags, sequences, repeats = (
+        call.mask,
+        call.bias,
+        call.sink,
+        call.raw_flags,
+        call.spec,
+        call.repeats,
+    )
     by_distance, is_list_bias = call.by_distance, call.is_list_bias
-    if arrival != "rows":
-        q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
@@ -163,7 +169,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         mask, mask_spec, mask_packing = _describe_scores("mask", mask, sizes)
         mask_form, one_mask_row = "dense", sequences is None and mask_spec.broadcast()[2]
     elif mask is not None:
-        describe_prepared = _describe_prepared if sequences is None else _describe_beside_sequences
+        describe_prepared = _describe_prepared if sequences is None else _describe_with_sequences
         mask_spec, is_causal, window = describe_prepared(mask, is_causal, window, sizes)
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form in ("sequence_tiles", "lists") and sequences is not None and sequences.packs_queries:
@@ -191,7 +197,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         one_mask_row=one_mask_row,
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
-        chosen=is_list_bias,
+        is_list_bias=is_list_bias,
         allows_tf32=allows_tf32(q.dtype),
         max_scores=check_flag("max_scores", raw_flags.max_scores),
         entropy=check_flag("entropy", raw_flags.entropy),
@@ -311,10 +317,10 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
     """Validate a dense mask or a bias; return it as a 4-D view, its description, and its packed dim."""
     check_device(name, x.device, sizes.device)
     if sizes.sequences is not None:
-        packing = packing_of(name, x.shape, sizes.sequences)
+        packing = find_packing(name, x.shape, sizes.sequences)
         x = as_scores(x)
         check_scores(name, x.shape, packing, sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
-        return x, spec_of(x), packing
+        return x, tensor_spec(x), packing
     if x.dim() not in (2, 3, 4):
         raise ValueError(
             f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; it needs 2, 3 or 4, "
@@ -322,7 +328,7 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
         )
     x = as_scores(x)
     sizes.check_broadcast(name, x.shape)
-    return x, spec_of(x), _UNPACKED
+    return x, tensor_spec(x), _UNPACKED
 
 
 def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
@@ -359,10 +365,10 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
     from .masks.prepared.storage import BatchMask
 
     if getattr(mask, "sequences", None) is not None:
-        raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
+        raise ValueError("mask was prepared with sequences; it needs sequences=mask.sequences with it")
     if not isinstance(mask, BatchMask):
         if getattr(mask, "form", None) == "tree":
-            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= beside it")
+            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= with it")
         raise TypeError(
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
@@ -378,7 +384,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
     return _own_band(mask, is_causal, window_size)
 
 
-def _describe_beside_sequences(
+def _describe_with_sequences(
     mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
 ) -> _Prepared:
     """Validate a prepared mask of a call with sequences."""
@@ -391,7 +397,7 @@ def _describe_beside_sequences(
         kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         maker = "from_lists(index, sequences=...)" if form == "lists" else "from_mask(mask, sequences=...)"
         raise TypeError(
-            f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            f"mask is a {kind}; with sequences it needs to be a bool torch.Tensor, or a prepared mask of "
             f"PreparedMask.{maker} or PreparedMask.from_tree"
         )
     assert isinstance(mask, (ListMask, SequenceTileMask, TreeMask))
@@ -422,7 +428,7 @@ def _describe_beside_sequences(
         limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
         raise ValueError(
             f"{limit}, but mask is a tree, which says itself what of the new tokens is seen; "
-            "beside it only window_size=(left, -1) limits anything"
+            "with it only window_size=(left, -1) limits anything"
         )
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window
 

@@ -1,4 +1,4 @@
-"""The part of a call that one chunk computes, and the parts of tensors that belong to it."""
+"""The slice of a call that one chunk computes, and the slices of its tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Block(NamedTuple):
     batch: slice
     heads: slice
     rows: slice
-    is_whole: bool = False  # whether it has all entries, heads and queries: parts of tensors are the tensors then
+    is_whole: bool = False  # whether it has all entries, heads and queries, so that tensors are not sliced
 
     def pick(self, x: Tensor, keys: slice | Tensor, repeat: int) -> Tensor:
         """Return the chunk's part of a (Bx | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor.
 
-        Entry b of the batch reads entry b // repeat % Bx. A chunk reads one entry or consecutive ones: see
+        Entry b of the batch has entry b // repeat % Bx. A chunk has one entry or consecutive ones: see
         :meth:`Chunks.pairs`.
         """
         if self.is_whole and isinstance(keys, slice) and keys.stop - keys.start >= x.shape[4]:
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 def entries_of(batch: slice, size: int, repeat: int) -> slice:
-    """Return the entries, of a tensor with size entries, that a part of the batch reads: b // repeat % size."""
+    """Return the entries, of a tensor with size entries, for a slice of the batch: b // repeat % size."""
     first = batch.start // repeat % max(size, 1)
     return slice(first, first + (batch.stop - batch.start if repeat == 1 else 1))
 

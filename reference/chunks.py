@@ -1,4 +1,4 @@
-"""How the eager passes cut a call into chunks: which rows, which keys, and how many bytes one chunk may hold."""
+"""How the eager passes split a call into chunks: the rows, keys and memory of each."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .masks import MaskReader
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
 # The elementwise passes over a chunk of this size run from cache, ten times faster than from memory. Measured at 8
-# heads, 2048 x 2048, D 64 on 2 cores with 1 MB of L2 each. 4 MB is 7 % slower; 16 MB is 3 % faster, but would not fit
-# in the caches of other CPUs.
+# heads, 2048 x 2048, D 64 on 2 cores with 1 MB of L2 each. 4 MB is 7 % slower; 16 MB is 3 % faster, but too large for
+# the caches of other CPUs.
 CPU_CHUNK_BYTES = 8 * 2**20
 
 # With fewer rows (queries x group) or keys than these, packing the operands slows down a matrix product.
 GOOD_ROWS = 128
 GOOD_KEYS = 1024
 
-# From so many scores on a chunk need not hold several entries or heads. Where each has its own mask it then holds one:
-# entries and heads that share a chunk read every key that any of them sees.
+# From this number of scores on, a chunk has one entry or head if each has its own mask. A chunk of several would have
+# every key that is visible to any of them.
 GOOD_SCORES = 2**16
 
-# A block of queries gathers the keys that it sees if they are fewer than this share of the keys from the first to the
-# last of them: copying keys costs little beside their products.
+# A block of queries gathers its visible keys if they are less than this fraction of the keys from the first to the last
+# of them. Copying keys is cheap compared with their products.
 GATHERED_SHARE = 0.75
 
-# In a call of fewer scores it takes longer to ask which keys are seen than to compute those of all keys.
+# With fewer scores, finding the visible keys takes longer than computing the scores of all keys.
 FEW_SCORES = 2**15
 
 
 class Extent(NamedTuple):
-    """How far one chunk reaches in each dimension."""
+    """The size of one chunk in each dimension."""
 
     batch: int
     heads: int  # key-value heads; a chunk always takes their whole groups of query heads
@@ -55,15 +55,15 @@ class Span(NamedTuple):
 
 
 class Chunks:
-    """One call, cut into chunks that fit the byte budget; keys that band or mask hide from a block are left out.
+    """One call, split into chunks within the memory budget; keys that band or mask hide from a block are skipped.
 
     Args:
         q, k, v, is_causal, window_size, chunk_bytes: as for the passes of `eager.py`.
         mask: the reader of the mask.
-        score_buffers: how many tensors of the size of the scores a chunk needs.
-        sums_per_key: how many sums each key has that outlive a chunk.
-        bias_entries: the entries of the bias, and how many consecutive ones of the batch share one.
-        scatters: whether the keys of a chunk may lie further apart than a chunk is long.
+        score_buffers: the number of tensors of the size of the scores in a chunk.
+        sums_per_key: the number of sums of each key that outlive a chunk.
+        bias_entries: the entries of the bias, and the number of consecutive entries of the batch with the same one.
+        scatters: whether the keys of a chunk may be farther apart than its length.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Chunks:
             # Fewer heads make the sums smaller; fewer rows or keys do not.
             return used <= limit and (name in ("rows", "keys") or used + self.sums_bytes(extent) <= budget)
 
-        # Cut rows first, down to what products need; then entries and heads; then keys. Only in the end cut rows and
-        # keys so short that products lose speed.
+        # Split rows first, down to the size that products need for speed, then entries and heads, then keys; and only
+        # at last rows and keys below that size.
         good_rows = -(-GOOD_ROWS // self.group)
         floors = (("rows", good_rows), ("batch", 1), ("heads", 1), ("keys", GOOD_KEYS))
         for name, floor in (*floors, ("rows", 8), ("keys", 64), ("rows", 1), ("keys", 1)):
@@ -165,7 +165,7 @@ class Chunks:
                 yield batch, heads
 
     def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[Span]]]:
-        """Yield the blocks of rows of one (batch, heads) part that see any key, each with its keys."""
+        """Yield the blocks of rows of one (batch, heads) part that have any key, each with its keys."""
         for rows in _slices(self.seqlen_q, self.extent.rows):
             block = Block(batch, heads, rows, self._is_whole)
             spans = self.spans(block)
@@ -191,7 +191,7 @@ class Chunks:
         if len(keys) >= self._share * (last - first):
             runs = _slices(start + last, size, start=start + first)
             return [Span(run, not every[run.start - start : run.stop - start].all()) for run in runs]
-        # Copies of keys, bias and mask join the buffers of scores, so that a chunk has room for half as many.
+        # With copies of keys, bias and mask in addition to the buffers of scores, a chunk has half the keys.
         parts: Sequence[Tensor] = keys.split(max(1, size // 2))
         if not self._scatters:
             parts = keys.split(listed(torch.bincount((keys - first) // size)))
@@ -209,7 +209,7 @@ class Chunks:
             if self.left >= 0:
                 yield slice(None), keys < self._diagonal(first, last, -self.left)
             return
-        # Only columns that some row must not see need work; they are at most as many as the block has rows.
+        # Only columns that are hidden from some row need work, at most one for each row of the block.
         if self.right >= 0 and keys.stop > first + self.right + 1:
             lo = max(keys.start, first + self.right + 1)
             yield slice(lo - keys.start, None), self._ramp(lo, keys.stop) > self._diagonal(first, last, self.right)

@@ -1,7 +1,7 @@
 """A bias with one value for each distance between a key and a query, or for each query and distance.
 
 `dense` makes the matrix of such a bias, for a whole call or for a chunk of one; `distance_sums` is its transpose. Both
-move rows of a matrix against each other, so that a gradient is a sum in a fixed order, on every device.
+shift rows of a matrix against each other, so that a gradient is a sum in a fixed order, on every device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lists import Chosen
+from .lists import ListValues
 
 
 class Distances(NamedTuple):
     """A bias by distance: score (i, j) gets values[b, h, i, zero + j - i - (Lk - Lq)].
 
     Attributes:
-        values: (Bv, Hv, 1 or Lq, n). With one row all queries share it.
-        zero: the place of distance 0; any integer.
+        values: (Bv, Hv, 1 or Lq, n). One row is for all queries.
+        zero: the index of distance 0; any integer.
         clamps: whether distances beyond the values get the first or the last value; otherwise they get 0.
     """
 
@@ -31,16 +31,16 @@ class Distances(NamedTuple):
     def moved(self, row: int, key: int, seqlen_q: int, seqlen_k: int, lengths: tuple[int, int]) -> Distances:
         """Return the bias of the scores from (row, key) on, seqlen_q x seqlen_k of them, of a call of these lengths.
 
-        The values of all queries stay. Where each query has values of its own, the caller picks the rows of its scores.
+        Rows of values are not selected: if there is one for each query, the caller takes the rows of its scores.
         """
         zero = self.zero + key - row - (lengths[1] - lengths[0]) + (seqlen_k - seqlen_q)
         return self._replace(zero=zero)
 
 
-# A bias of a call: a value for each score, whose dims may be shared, or for each distance.
+# A bias of a call: a value for each score, with broadcast dims, or for each distance.
 AnyBias = Tensor | Distances
-# The chunked passes read entries of lists in place; the formula receives a matrix.
-ChunkBias = AnyBias | Chosen
+# The chunked passes index entries of lists in place; the formula receives a matrix.
+ChunkBias = AnyBias | ListValues
 
 
 def values_of(bias: ChunkBias | None) -> Tensor | None:
@@ -73,7 +73,7 @@ def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
     strip = by_distance(bias, seqlen_q, seqlen_k)
     if seqlen_q == 1:
         return strip
-    # Rows of `count` values, read as rows that are one shorter, move on by one value a row.
+    # Rows of `count` values, viewed as rows that are one shorter, are shifted by one value per row.
     count = seqlen_q + seqlen_k - 1
     repeated = strip.expand(-1, -1, seqlen_q, -1).flatten(2)
     moved = repeated[..., seqlen_q - 1 :][..., : seqlen_q * (count - 1)]
@@ -101,12 +101,12 @@ def by_distance(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
 def distance_sums(ds: Tensor, bias: Distances) -> Tensor:
     """Return the gradient of the values, shaped as these, from the gradient of `dense`, (Bv, Hv, Lq, Lk).
 
-    More dims may come first, in both; of the values only the last two sizes are read. It is differentiable.
+    Both may have more leading dims; only the last two sizes of the values matter. It is differentiable.
     """
     rows, n = bias.values.shape[-2:]
     seqlen_q, seqlen_k = ds.shape[-2:]
-    # Rows of Lk + Lq values, read as rows that are one longer, move back by one value a row. The first column, and the
-    # last one, are of no distance.
+    # Rows of Lk + Lq values, viewed as rows that are one longer, are shifted back by one value per row. The first
+    # column and the last one have no distance.
     padded = F.pad(F.pad(ds, (seqlen_q, 0)).flatten(-2), (0, seqlen_q))
     strip = padded.unflatten(-1, (seqlen_q, seqlen_k + seqlen_q + 1))[..., 1 : seqlen_q + seqlen_k]
     if rows == 1:

@@ -1,14 +1,14 @@
 """Dropout of the probabilities: a dropout key and the position of a probability decide whether it is kept.
 
-The generator is Philox4x32-7. It is a function of four counters and a key of two words, and returns four words of 32
-bits. One call serves four probabilities: two queries that are 8 apart, by two keys that are 8 apart::
+The generator is Philox4x32-7. It is a function of four counters and a key of two 32-bit numbers, and returns four
+numbers of 32 bits. One call serves four probabilities: two queries that are 8 apart, by two keys that are 8 apart::
 
     counters    j', i', h, b    of key j, query i, head h, entry b;  i' is i without its bit 3: i // 16 * 8 + i % 8
     word        2 * bit 3 of i + bit 3 of j, out of 0 to 3
     kept        where word >= threshold = floor(p * 2^32), and then times scale = 1 / (1 - p)
 
 So tiles, threads and chunks do not change the result. The distance is 8 because a thread of a tensor core has rows 8
-apart, and columns 8 apart, in its registers. So the words of one call never leave the thread.
+apart, and columns 8 apart, in its registers. So a thread uses all numbers of its calls.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 # Seven rounds pass every test of BigCrush. The authors advise ten for safety, but in kernels of attention three more
 # rounds would add a third to the cost of dropout. FlashAttention has seven, too.
 ROUNDS = 7
-# The multipliers minus 2^32. Products of a word and a multiplier do not fit in int64; products with these do.
+# The multipliers minus 2^32, because products with the multipliers themselves would overflow int64.
 _MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 2**32 - 1
 
-# In a block of 16 queries or keys, number i and number i + 8 share their counters.
+# In a block of 16 queries or keys, number i and number i + 8 have the same counters.
 BLOCK, HALF = 16, 8
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counters: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return the four words of Philox4x32-7, int64 of 0 to 2^32 - 1.
+    """Return the four numbers of Philox4x32-7, int64 of 0 to 2^32 - 1.
 
     Args:
         counters: four tensors, int64 of 0 to 2^32 - 1, which broadcast against each other.
-        key: two words, int64 of 0 to 2^32 - 1.
+        key: two tensors, int64 of 0 to 2^32 - 1.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), sections 3.2 and 4.
 
@@ -56,22 +56,22 @@ def philox(counters: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and the lower word of word * (multiplier + 2^32)."""
+    """Return the upper and the lower 32 bits of word * (multiplier + 2^32)."""
     product = word * multiplier
     return (product >> 32) + word, product & _WORD
 
 
 def draw_key(device: torch.device) -> Tensor:
-    """Draw the dropout key of one call, two words in int64 (2,), from torch's generator of a device.
+    """Draw the dropout key of one call, two 32-bit numbers in int64 (2,), from torch's generator of a device.
 
     It is an ordinary random operation of torch. So CUDA graphs capture it, compilers record it, `torch.manual_seed` and
-    checkpoints repeat it, and `torch.vmap` applies its `randomness`.
+    checkpoints reproduce it, and `torch.vmap` applies its `randomness`.
     """
     return torch.randint(0, 2**32, (2,), device=device)
 
 
 def threshold_of(p: float) -> int:
-    """Return the least word of a kept probability, floor(p * 2^32), at most 2^32 - 1: for p = 1 the scale is 0."""
+    """Return the least number of a kept probability, floor(p * 2^32), at most 2^32 - 1: for p = 1 the scale is 0."""
     return min(int(p * 2**32), _WORD)
 
 
@@ -85,7 +85,7 @@ class Dropout(NamedTuple):
 
     Attributes:
         p: the rate, from 0 to 1, at which probabilities are dropped.
-        key: int64 (2,), two words of 32 bits: see `draw_key`.
+        key: int64 (2,): see `draw_key`.
         first_entry: the number of the first entry of the batch.
     """
 

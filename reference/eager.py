@@ -10,8 +10,8 @@ Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded int
 With dropout, p @ v and p^T @ dout take the dropped p, and dout @ v^T is dropped like p.
 
 The entropy of a row is H = ln l - t / l with l = sum exp(z - m), t = sum exp(z - m) (z - m): z are its scores and its
-sink, m is the largest of them. Both terms are small whatever the scores are, as sum p z and lse are not, whose
-difference H is. With the gradient g of H, ds loses g p ln p, and delta gets g H.
+sink, m is their maximum. Both terms are small for any scores, unlike sum p z and lse, whose difference is H. With the
+gradient g of H, ds loses g p ln p, and delta gets g H.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
 from .entropy import delta_of_sink, joined_gradients
-from .lists import Chosen
+from .lists import ListValues
 from .masks import AnyMask, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import (
     BiasGradient,
-    ChosenGradient,
     DistanceGradient,
     Keys,
     KeySums,
+    ListValuesGradient,
     Rows,
     Scores,
     exponential,
@@ -46,11 +46,11 @@ from .tiles import (
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
 
-# exp of it is 0 in fp64, too. Differences of scores are cut here, so that p = 0 times them is 0, and not NaN.
+# exp of it is 0 in fp64, too. Differences of scores are clamped to it, so that p = 0 times them is 0, and not NaN.
 LEAST_EXPONENT = -1000.0
 
-# For a larger lse, its own rounding in fp32 (8e-6) is no longer small beside the rounding of the scores, so p is
-# normalised again. At finfo.min, where log(n) vanishes entirely, p would otherwise be n times too large.
+# For a larger lse, its rounding error in fp32 (8e-6) is no longer small compared with the rounding of the scores, so p
+# is normalised again. At finfo.min, where log(n) is rounded away, p would otherwise be n times too large.
 LARGE_LSE = 128.0
 
 
@@ -82,8 +82,8 @@ def forward(
         mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0). Or bits or intervals.
         bias: any float dtype, shaped as mask; or a bias by distance.
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
-        chunk_bytes: the most bytes that all temporaries of one chunk may take.
-        repeats: of mask and bias, for a batch dim that is neither 1 nor B: entry b reads entry b // repeat % Bm.
+        chunk_bytes: the memory limit of all temporaries of one chunk, in bytes.
+        repeats: of mask and bias, for a batch dim that is neither 1 nor B: entry b has entry b // repeat % Bm.
         sink: (Hq,) or None, as for :func:`formula.attention`.
         dropout: which probabilities are dropped; None for none.
         max_scores, entropy: also return these, as :func:`formula.attention` does.
@@ -92,7 +92,7 @@ def forward(
         out (B, Lq, Hq, Dv), contiguous, in q's dtype; lse (B, Hq, Lq) in fp32 (fp64 for fp64), and so all else.
 
     Raises:
-        RuntimeError: from PyTorch, for shapes that do not fit; arguments are validated by the caller.
+        RuntimeError: from PyTorch, for shapes that do not match; the caller validates arguments.
 
     Source: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), tiled as in FlashAttention.
 
@@ -131,7 +131,7 @@ def forward(
             # A sink is one more score, of a value of zeros.
             row_max = None if sink_rows is None else sink_rows.get(block).clamp(min=lowest)
             row_sum = None if row_max is None else (row_max > lowest).to(chunks.dtype)
-            spread = top = None  # t of the entropy, and the largest score without the sink
+            spread = top = None  # t of the entropy, and the maximum score without the sink
             for number, span in enumerate(spans):
                 keys = span.keys
                 s = scores.compute(block, span, q_block, k_keys.get(block, keys))
@@ -166,17 +166,17 @@ def forward(
             if largest_rows is not None and top is not None:
                 largest_rows.put(block, top)
             if entropy_rows is not None and spread is not None:
-                # The largest score adds 1 to the sum: only rows with nothing have a sum below 1, and no entropy.
+                # The maximum score adds 1 to the sum, so only empty rows have a sum below 1, and they have no entropy.
                 entropy_rows.put(block, log_sum.clamp(min=0.0).sub_(spread.div_(row_sum.clamp(min=1.0))))
             lse_rows.put(block, row_max.add_(log_sum))
-            # The largest score of a row adds 1 to its sum, which is 0 only in a row without keys.
+            # The maximum score of a row adds 1 to its sum, which is 0 only in a row without keys.
             acc_o.div_(row_sum.clamp_(min=1.0))
             out_rows.put(block, acc_o if dropout is None else acc_o.mul_(dropout.scale))
     return results
 
 
 def _moved(spread: Tensor | None, row_sum: Tensor | None, row_max: Tensor | None, new_max: Tensor) -> Tensor:
-    """Return t of the entropy, as the sum of the scores so far, from their largest moved to a new one."""
+    """Return t of the entropy, the sum over the scores so far, for a new maximum."""
     if row_max is None or row_sum is None:
         return torch.zeros_like(new_max)
     step = (row_max - new_max).clamp_(min=LEAST_EXPONENT)
@@ -227,7 +227,7 @@ def backward(
         sink ``(dq, dk, dv, dbias, dsink)``.
 
     Raises:
-        RuntimeError: from PyTorch, for shapes that do not fit.
+        RuntimeError: from PyTorch, for shapes that do not match.
 
     Source: FlashAttention-2 (arXiv:2307.08691, algorithm 2), with dlse joined to delta, and dbias = ds.
 
@@ -266,20 +266,20 @@ def backward(
     if bias is not None and need_bias:
         if isinstance(bias, Distances):
             dbias = DistanceGradient(bias, chunks, repeats[1])
-        elif isinstance(bias, Chosen):
-            dbias = ChosenGradient(bias, chunks, repeats[1])
+        elif isinstance(bias, ListValues):
+            dbias = ListValuesGradient(bias, chunks, repeats[1])
         else:
             dbias = BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
         return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
 
-    # Rows that fit in one chunk are always normalised again: it costs one pass. Other rows need their scores twice.
+    # Rows within one chunk are always normalised again, by one more pass. Other rows need their scores twice.
     splits_rows = chunks.extent.keys < chunks.seqlen_k
     renormalise = splits_rows and (is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE))
     scores = Scores(chunks, bias, softmax_scale, softcap, keep_slope=need_q or need_k, bias_repeat=repeats[1])
-    # A half-precision out is rounded, and delta = rowsum(dout * out) would take over its error. It is summed from
-    # p * dp instead.
+    # A half-precision out is rounded, and delta = rowsum(dout * out) would have its error. So it is summed from p * dp
+    # instead.
     sum_delta = need_ds and out.dtype != chunks.dtype
     q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))
     lse_rows = Rows(finite_lse.mT.unsqueeze(3), chunks)
@@ -376,15 +376,15 @@ def cut(
     buffers: int,
     sums_per_key: int = 0,
 ) -> Chunks:
-    """Cut a call into chunks with room for `buffers` tensors of the size of their scores, and for what the call adds.
+    """Split a call into chunks with `buffers` tensors of the size of their scores, and the buffers that the call adds.
 
     Args:
         band: is_causal and window_size.
         sums_per_key: see `Chunks`.
     """
-    # Rows that move against each other, or slots.
+    # Shifted rows of a bias by distance, or slots.
     has_places = not (bias is None or isinstance(bias, Tensor))
-    # Dropout needs words of Philox, and p in addition to dropped p.
+    # Dropout needs random numbers, and p in addition to dropped p.
     buffers += (softcap > 0) + (0 if dropout is None else 4) + 2 * has_places
     values = values_of(bias)
     entries = (1 if values is None else values.shape[0], repeats[1])

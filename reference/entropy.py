@@ -1,7 +1,7 @@
 """The backward pass of entropies: their gradient adds to the gradients of lse and of sinks.
 
 With the gradient g of the entropy H of a row, ds loses g p ln p and delta gets g H, as if the gradient of lse were less
-by g H. So a backward pass takes that gradient of lse and adds nothing but g p ln p.
+by g H. So a backward pass uses that gradient of lse, and only has to subtract g p ln p.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .sinks import sink_probability
 
 
 class SentEntropy(NamedTuple):
-    """Hold the gradient of the entropies of a call, beside the gradient of lse that :func:`joined_gradients` makes.
+    """The gradient of the entropies of a call, for use with the gradient of lse of :func:`joined_gradients`.
 
     Attributes:
-        gradient: of the entropies, as that function returns it; None where nothing is sent through them.
+        gradient: of the entropies, as that function returns it; None if they have no gradient.
         dlse: the gradient of lse itself.
     """
 
@@ -26,7 +26,7 @@ class SentEntropy(NamedTuple):
     dlse: Tensor | None = None
 
     def own(self, dlse: Tensor | None) -> Tensor | None:
-        """Return the gradient of lse itself, where `dlse` is the joined one."""
+        """Return the gradient of lse itself, if `dlse` is the joined one."""
         return dlse if self.gradient is None else self.dlse
 
 
@@ -39,7 +39,7 @@ def joined_gradients(entropy: tuple[Tensor, Tensor], dlse: Tensor | None, lse: T
     Args:
         entropy: H of each row, shaped as lse, and its gradient.
         dlse: the gradient of lse, or None for zero.
-        lse: -inf in rows with nothing, whose gradients are ignored.
+        lse: -inf in empty rows, whose gradients are ignored.
     """
     values, gradient = entropy
     empty = lse == -torch.inf
@@ -49,7 +49,7 @@ def joined_gradients(entropy: tuple[Tensor, Tensor], dlse: Tensor | None, lse: T
 
 
 def delta_of_sink(delta: Tensor, gradient: Tensor | None, sink: Tensor | None, lse: Tensor) -> Tensor:
-    """Return the delta that the gradient of a sink reads: delta + g ln p of the sink; all but the sink as lse."""
+    """Return delta for the gradient of a sink: delta + g ln p of the sink; arguments but the sink are shaped as lse."""
     if gradient is None or sink is None:
         return delta
     logs = sink.to(lse.dtype)[:, None] - lse

@@ -27,7 +27,7 @@ def attention(
     max_scores: bool = False,
     entropy: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Attend with mask, bias, causal limit, window, softcap and sink, by the formula and nothing else.
+    """Attend with mask, bias, causal limit, window, softcap and sink, by the plain formula.
 
     Equivalent PyTorch, for one head and without softcap::
 
@@ -43,7 +43,7 @@ def attention(
 
     Args:
         q: (B, Lq, Hq, D), float.
-        k: (B, Lk, Hk, D), q's dtype; query head h reads key-value head h // (Hq // Hk).
+        k: (B, Lk, Hk, D), q's dtype; query head h has key-value head h // (Hq // Hk).
         v: (B, Lk, Hk, Dv), q's dtype.
         mask: bool, True = attend; broadcastable to (B, Hq, Lq, Lk), its head dim may be Hk.
         bias: float, added to the scaled scores; shaped as mask, or a bias by distance. -inf masks, any finite number is
@@ -56,7 +56,7 @@ def attention(
         sink: (Hq,), any float dtype: one more logit for each query head, without a value, not scaled and not capped.
             -inf stands for no sink.
         dropout: which probabilities are dropped before ``@ v``; None for none.
-        max_scores: also return the largest score of each row, (B, Hq, Lq), without the sink; it has no gradient.
+        max_scores: also return the maximum score of each row, (B, Hq, Lq), without the sink; it has no gradient.
         entropy: also return the entropy of each row, (B, Hq, Lq), of its keys and its sink.
 
     Returns:
@@ -214,7 +214,7 @@ def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def largest(s: Tensor) -> Tensor:
-    """Return the largest of the scores of each row, (B, Hk, G, Lq), without a gradient; -inf without keys."""
+    """Return the maximum score of each row, (B, Hk, G, Lq), without a gradient; -inf without keys."""
     return s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
 
 
@@ -230,7 +230,7 @@ def log_of(p: Tensor) -> Tensor:
 
 
 def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what :func:`softmax` does, and the probability of the sink, (B, Hk, G, Lq)."""
+    """Return the result of :func:`softmax`, and the probability of the sink, (B, Hk, G, Lq)."""
     # Any constant shift gives the same result, so it needs no gradient. logsumexp, unlike amax, also takes Lk = 0.
     shift = s.detach().logsumexp(-1, keepdim=True)
     if sink is not None:
@@ -256,13 +256,13 @@ def allowed(
     window_size: tuple[int, int] | None,
     device: torch.device | str | None = None,
 ) -> Tensor | None:
-    """Return mask & causal & window as one bool tensor that broadcasts to (B, H, Lq, Lk), or None if nothing limits."""
+    """Return mask & causal & window as one bool tensor that broadcasts to (B, H, Lq, Lk), or None without a limit."""
     left, right = window_size if window_size is not None else (-1, -1)
     if is_causal:
         right = 0
     if left < 0 and right < 0:
         return mask
-    # How far key j lies to the right of the diagonal that ends in the bottom-right corner.
+    # The distance of key j to the right of the diagonal that ends in the bottom-right corner.
     diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     offset = torch.arange(seqlen_k, device=device) - diagonal
     inside = offset >= -left if left >= 0 else torch.ones_like(offset, dtype=torch.bool)
@@ -287,7 +287,7 @@ def spread_entries(x: Tensor, batch: int, repeat: int) -> Tensor:
 
 
 def sum_entries(x: Tensor, size: int, repeat: int) -> Tensor:
-    """Return the sums of x (B, ...) over the entries that share one of size: the reverse of :func:`spread_entries`."""
+    """Sum x (B, ...) over repeated entries, so that size entries remain: the reverse of :func:`spread_entries`."""
     batch = x.shape[0]
     if size in (1, batch):
         return x
@@ -300,5 +300,5 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
 
 
 def default_scale(q: Tensor, softmax_scale: float | None) -> float:
-    """Return softmax_scale, or head_dim ** -0.5 where it is None."""
+    """Return softmax_scale, or head_dim ** -0.5 if it is None."""
     return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -18,9 +18,9 @@ class Lists(NamedTuple):
 
     Attributes:
         keys: int32 (Bm, Hm, R, K), ascending, each once, -1 last.
-        slots: int32 (Bm, Hm, R, K), the place of each entry in the list that the caller passed. Or (Bm, Hm, R, 0),
-            where every entry lies where it lay.
-        block_q, block_k: queries that share a list, and keys of a block.
+        slots: int32 (Bm, Hm, R, K), the index of each entry in the list of the caller. Or (Bm, Hm, R, 0) if the order
+            of entries is unchanged.
+        block_q, block_k: queries of a list, and keys of a block.
     """
 
     keys: Tensor
@@ -29,13 +29,13 @@ class Lists(NamedTuple):
     block_k: int
 
 
-class Chosen(NamedTuple):
+class ListValues(NamedTuple):
     """A bias with one value for each entry of a list, which all keys of its block get.
 
     Attributes:
-        values: (Bv, Hv, Lq or R, K), in the order of the lists that the caller passed.
+        values: (Bv, Hv, Lq or R, K), in the order of the caller's lists.
         lists: of the call.
-        repeat: of the lists: entry b of the batch reads entry b // repeat % Bm.
+        repeat: of the lists: entry b of the batch has entry b // repeat % Bm.
     """
 
     values: Tensor
@@ -51,7 +51,7 @@ def table(keys: Tensor, slots: Tensor, first: int, number: int) -> Tensor:
     """
     values = slots if slots.shape[-1] else torch.arange(keys.shape[-1], dtype=keys.dtype, device=keys.device)
     place = keys.long() - first
-    # One more column takes what is not wanted; nobody reads it.
+    # One more column, which is dropped, is for entries outside of the range.
     place = torch.where((place >= 0) & (place < number), place, number)
     made = keys.new_full((*keys.shape[:-1], number + 1), -1)
     return made.scatter_(-1, place, values.expand(keys.shape))[..., :number]
@@ -59,17 +59,17 @@ def table(keys: Tensor, slots: Tensor, first: int, number: int) -> Tensor:
 
 def spread(x: Tensor, dim: int, block: int, start: int, stop: int) -> Tensor:
     """Repeat each element of a dim for its block, beginning with block start // block; return start to stop."""
-    if block > 1:  # no more than is left of a block that is longer than all
+    if block > 1:  # a block may be longer than the whole dim
         x = x.repeat_interleave(min(block, start % block + stop - start), dim)
     return x.narrow(dim, start % block, stop - start)
 
 
 def sum_blocks(x: Tensor, dim: int, block: int, start: int) -> Tensor:
-    """Return the sums of a dim over blocks, of which the first element is number `start`: the reverse of `spread`."""
+    """Return the sums of a dim over blocks; its first element has number `start`. This is the reverse of `spread`."""
     length = x.shape[dim]
     if block == 1:
         return x
-    if 0 < start % block + length <= block:  # one block, perhaps longer than all
+    if 0 < start % block + length <= block:  # one block, possibly longer than the whole dim
         return x.sum(dim, keepdim=True)
     padding = (0, 0) * (x.dim() - 1 - dim) + (start % block, -(start + length) % block)
     return F.pad(x, padding).unflatten(dim, (-1, block)).sum(dim + 1)
@@ -102,9 +102,9 @@ def dense_bias(values: Tensor, slots: Tensor, block_q: int) -> Tensor:
 
 
 def gather_entries(values: Tensor, index: Tensor) -> Tensor:
-    """Return what an index names in each row of values, both of four dims that broadcast; 0 where it is negative."""
+    """Gather the values of an index in each row, both of four dims that broadcast; 0 where the index is negative."""
     shape = torch.broadcast_shapes(values.shape[:3], index.shape[:3])
-    # Not `take_along_dim`, which binds a length that a compiler has a symbol for.
+    # Not `take_along_dim`, which would make a symbolic length of a compiler a constant.
     taken = values.expand(*shape, -1).gather(3, index.clamp(min=0).long().expand(*shape, -1))
     return taken.masked_fill(index < 0, 0.0)
 
@@ -130,5 +130,5 @@ def by_query(values: Tensor, seqlen_q: int, block_q: int) -> Tensor:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Give each of so many heads the head of its group; one head for all stays one."""
+    """Repeat heads of groups to `num_heads` heads; one head for all stays one."""
     return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)

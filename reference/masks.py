@@ -1,7 +1,7 @@
-"""How the eager passes read a mask: what one chunk may see, and which keys a block of queries sees at all.
+"""Masks for the eager passes: the mask of one chunk, and the visible keys of a block of queries.
 
-A mask is a bool tensor, the bits of tiles, the run of queries that sees each key, or the list of keys of each query.
-All but the first are read in place: no tensor of one bool for each pair exists.
+A mask is a bool tensor, the bits of tiles, the run of queries of each key, or the list of keys of each query. All but
+the first are used in place, without a bool for each pair.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ AnyMask = Tensor | TileBits | Intervals | Lists
 
 
 class MaskReader:
-    """A bool mask (Bm, Hm, Lq or 1, Lk or 1), read block by block; subclasses read the other kinds.
+    """A bool mask (Bm, Hm, Lq or 1, Lk or 1), expanded block by block; subclasses are for the other kinds.
 
     Args:
         tensors: of the mask, each (Bm, Hm, rows, keys); Hm is 1, the key-value heads or the query heads.
         num_heads_k, num_heads: of the call.
-        repeat: entry b of the batch reads entry b // repeat % Bm.
+        repeat: entry b of the batch has entry b // repeat % Bm.
     """
 
-    # Whether keys that no query of a block sees are never read, so that NaN in their values reaches nothing.
+    # Whether keys that are hidden from all queries of a block are skipped, so that NaN in their values has no effect.
     reads_only_seen = False
 
     def __init__(self, tensors: tuple[Tensor, ...], num_heads_k: int, num_heads: int, repeat: int) -> None:
         self._tensors = [grouped_own(x, num_heads_k, num_heads) for x in tensors]
         self.repeat = repeat
-        self.heads = self._tensors[0].shape[1]  # 1 where all key-value heads share the mask
-        # Those of the mask as it was passed: chunks may not cross a multiple of it.
+        self.heads = self._tensors[0].shape[1]  # 1 if the mask is the same for all key-value heads
+        # The entries of the mask as passed: chunks may not cross a multiple of it.
         self.entries = tensors[0].shape[0]
 
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:
@@ -61,14 +61,14 @@ class MaskReader:
         return block.pick(self._tensors[0], keys, self.repeat)
 
     def seen(self, block: Block, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return for each of the keys whether some query of the block sees it, and whether all do."""
+        """Return for each of the keys whether some query of the block attends to it, and whether all do."""
         part = self.part(block, keys)
         some, every = some_and_every(part, (0, 1, 2, 3))
         return some.expand(keys.stop - keys.start), every.expand(keys.stop - keys.start)
 
 
 class BitReader(MaskReader):
-    """The bits of tiles, read block by block."""
+    """The bits of tiles, unpacked block by block."""
 
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:
         bits = self._tensors[0].view(torch.uint8)
@@ -85,7 +85,7 @@ class BitReader(MaskReader):
 
 
 class IntervalReader(MaskReader):
-    """The run of queries that sees each key, read block by block."""
+    """The run of queries of each key, expanded block by block."""
 
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:
         start, stop = (block.pick(x, keys, self.repeat) for x in self._tensors)
@@ -100,7 +100,7 @@ class IntervalReader(MaskReader):
 
 
 class ListReader(MaskReader):
-    """The list of keys of each query, read block by block; a band is left to the call."""
+    """The list of keys of each query, expanded block by block; the call applies a band."""
 
     reads_only_seen = True
 
@@ -153,7 +153,7 @@ def some_and_every(cells: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor
     if all(cells.shape[dim] == 1 for dim in dims):
         cells = cells.flatten(0, len(dims))
         return cells, cells
-    cells = cells.view(torch.uint8)  # any() and all() of bools take 25 times as long on a CPU
+    cells = cells.view(torch.uint8)  # on a CPU, any() and all() of bools take 25 times as long
     return cells.amax(dims).bool(), cells.amin(dims).bool()
 
 

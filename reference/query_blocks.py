@@ -1,8 +1,8 @@
 """The eager passes with the blocks of queries of an interval mask as entries of a batch.
 
-Where queries keep few keys each, a block of queries takes the host longer than its products take: it asks for some
-forty small operations. Here all blocks are one call, each as an entry with one key-value head, which has copies of the
-keys that the block sees.
+If queries keep few keys each, the host takes longer for a block of queries, of some forty small operations, than its
+products. Here all blocks are one call. Each is an entry with one key-value head, which has copies of the visible keys
+of the block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .chunks import GOOD_ROWS, GOOD_SCORES
 from .distances import AnyBias
 from .masks import AnyMask, Intervals
 
-# Blocks have as many keys as the one that sees most; they may hold so many times the keys that they see.
+# All blocks have the number of keys of the largest, which may be at most this multiple of their visible keys.
 _MOST_PADDING = 2
 
 
@@ -79,15 +79,15 @@ class QueryBlocks(NamedTuple):
     def scatter_bias(self, dbias: Tensor, bias: Tensor) -> Tensor:
         """Return the gradient of a bias from the gradient of its gathered keys."""
         sums = self.scatter(dbias.permute(0, 3, 2, 1), self.dtype).permute(0, 2, 3, 1)  # (B, Hk, G or 1, Lk)
-        own = formula.grouped(bias, self.sizes[1], self.sizes[1] * self.sizes[2])
-        return sums[:, :, :, None].sum_to_size(own.shape).reshape(bias.shape).to(bias.dtype)
+        grouped_bias = formula.grouped(bias, self.sizes[1], self.sizes[1] * self.sizes[2])
+        return sums[:, :, :, None].sum_to_size(grouped_bias.shape).reshape(bias.shape).to(bias.dtype)
 
 
 @torch.no_grad()
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: AnyBias | None, **arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Do as :func:`eager.forward`, with all blocks of queries as one batch where that is faster."""
+    """Compute :func:`eager.forward`, with all blocks of queries as one batch if that is faster."""
     blocks = query_blocks(q, k, v, mask, bias, arguments)
     if blocks is None:
         return eager.forward(q, k, v, mask, bias, **arguments)
@@ -112,7 +112,7 @@ def backward(
     lse: Tensor,
     **arguments: Any,
 ) -> eager.Gradients:
-    """Do as :func:`eager.backward`, with all blocks of queries as one batch where that is faster."""
+    """Compute :func:`eager.backward`, with all blocks of queries as one batch if that is faster."""
     blocks = query_blocks(q, k, v, mask, bias, arguments)
     if blocks is None:
         return eager.backward(dout, dlse, q, k, v, mask, bias, out, lse, **arguments)
@@ -133,7 +133,7 @@ def backward(
 
 
 def _own_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a call that its blocks have too; the masks of blocks hold its band."""
+    """Return the arguments of a call that its blocks also have; the band is in the masks of blocks."""
     return {name: arguments[name] for name in ("softmax_scale", "softcap", "chunk_bytes")}
 
 
@@ -156,7 +156,8 @@ def query_blocks(
     entries, width = batch * heads * blocks, q.shape[3] + v.shape[3]
     if not 0 < most * len(counts) <= _MOST_PADDING * total or 2 * entries * most * width * q.itemsize > most_bytes:
         return None
-    # A chunk of eager has all entries and heads that share their mask. Where it is large the host does not matter.
+    # A chunk of eager has all entries and heads with the same mask. If it is large, the time of the host does not
+    # matter.
     sharing = batch * heads // (mask_batch * mask_heads)
     if sharing * group * rows * most > GOOD_SCORES:
         return None
@@ -164,7 +165,7 @@ def query_blocks(
     slot = torch.arange(total, device=q.device) - (counts.cumsum(0) - counts)[block]
     keys = key.new_full((len(counts), most), seqlen_k).index_put_((block, slot), key)
     keys = keys.view(mask_batch, mask_heads, blocks, most).expand(batch, heads, -1, -1)
-    # No query sees the extra key.
+    # The extra key is hidden from all queries.
     bounds = [F.pad(x, (0, 1)).expand(batch, heads, -1)[:, :, None].expand(-1, -1, blocks, -1) for x in mask]
     own_mask = Intervals(*((x.gather(3, keys) - first).reshape(entries, 1, most) for x in bounds))
     head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
@@ -178,7 +179,7 @@ def _rows_of_blocks(q: Tensor, k: Tensor) -> int:
 
 
 def _has_blocks(q: Tensor, k: Tensor, mask: Intervals, bias: AnyBias | None, arguments: dict[str, Any]) -> bool:
-    """Return whether a call is of a kind that its blocks can compute, and has several."""
+    """Return whether the blocks of a call can compute it, and there are several."""
     if q.device.type != "cpu" or q.dtype != formula.softmax_dtype(q) or q.numel() == 0:
         return False
     if arguments["sink"] is not None or arguments["dropout"] is not None:

@@ -21,7 +21,7 @@ from . import tangents as forward_mode
 from .chunks import is_capturing
 from .distances import ChunkBias, values_of, with_values
 from .dropout import Dropout
-from .lists import Chosen, Lists, dense_bias, slot_table, value_gradient
+from .lists import Lists, ListValues, dense_bias, slot_table, value_gradient
 from .masks import AnyMask, TileBits
 from .tangents import Cotangents, Tangents
 
@@ -43,7 +43,7 @@ class Sequence(NamedTuple):
 
 
 class Batch:
-    """The sequences of a call, and the part of each tensor that a sequence reads.
+    """The sequences of a call, and the slices of its tensors for a sequence.
 
     Args:
         bounds: int32 (S, 4): first query, number of queries, first key and number of keys of each sequence.
@@ -84,7 +84,7 @@ class Batch:
         return iter(self.sequences)
 
     def runs(self) -> Iterator[Sequence]:
-        """Yield the sequences, consecutive ones of equal lengths that lie side by side as one."""
+        """Yield the sequences; consecutive ones of equal lengths that are adjacent in memory are one."""
         start = 0
         for stop in range(1, len(self.sequences) + 1):
             if stop == len(self.sequences) or not self._continues(*self.sequences[stop - 1 : stop + 1]):
@@ -92,7 +92,7 @@ class Batch:
                 start = stop
 
     def _continues(self, one: Sequence, other: Sequence) -> bool:
-        """Return whether the second sequence has the lengths of the first and lies behind it."""
+        """Return whether the second sequence has the lengths of the first and follows it in memory."""
         return (
             one.seqlen_q == other.seqlen_q
             and one.seqlen_k == other.seqlen_k
@@ -101,7 +101,7 @@ class Batch:
         )
 
     def fills(self, q: Tensor, s: Sequence) -> bool:
-        """Return whether every row of q is a query of these sequences, in the layout of their own call."""
+        """Return whether every row of q is a query of these sequences, in the layout of a call with only them."""
         return not self._packs_queries and (s.how_many, s.seqlen_q) == q.shape[:2] and s.seqlen_q > 0
 
     def queries(self, x: Tensor, s: Sequence) -> Tensor:
@@ -117,7 +117,7 @@ class Batch:
         return x[s.entries, :, : s.seqlen_q]
 
     def keys(self, x: Tensor, s: Sequence) -> Tensor:
-        """Return the rows of sequences in a tensor shaped as k; a copy if they lie in pages."""
+        """Return the rows of sequences in a tensor shaped as k; a copy if they are in pages."""
         if self._packs_keys:
             return _unpacked(x[0], 0, s.first_k, s.how_many, s.seqlen_k)
         if self._table is None:
@@ -126,12 +126,12 @@ class Batch:
         return x[pages].flatten(1, 2)[:, : s.seqlen_k]
 
     def mask(self, x: AnyMask, s: Sequence) -> AnyMask:
-        """Return the part of a mask that sequences read; dims of size 1 stay."""
+        """Return the part of a mask for sequences; dims of size 1 are kept."""
         if isinstance(x, Tensor):
             return self.scores("mask", x, s)
         if isinstance(x, Lists):
             return x._replace(keys=self.by_query("mask", x.keys, s), slots=self.by_query("mask", x.slots, s))
-        # Rows of bits follow each other without a batch dim, rows of padded sequences too.
+        # Rows of bits are consecutive, without a batch dim, also for padded sequences.
         assert isinstance(x, TileBits)
         if self._packs_queries:
             return TileBits(_unpacked(x.bits[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1))
@@ -139,7 +139,7 @@ class Batch:
         return TileBits(by_slot[:, s.entries, : s.seqlen_q].transpose(0, 1))
 
     def scores(self, name: str, x: Tensor, s: Sequence) -> Tensor:
-        """Return the part of a mask or a bias that sequences read; dims of size 1 stay."""
+        """Return the part of a mask or a bias for sequences; dims of size 1 are kept."""
         packing = self.packing[name]
         if packing == "tree":
             return self._tree(x, s)
@@ -155,10 +155,10 @@ class Batch:
         return _unpacked(x[0], 2, s.first_k, s.how_many, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
 
     def bias(self, x: ChunkBias, s: Sequence) -> ChunkBias:
-        """Return the part of a bias that sequences read."""
+        """Return the part of a bias for sequences."""
         if isinstance(x, Tensor):
             return self.scores("bias", x, s)
-        if isinstance(x, Chosen):
+        if isinstance(x, ListValues):
             lists = self.mask(x.lists, s)
             assert isinstance(lists, Lists)
             x = x._replace(lists=lists)
@@ -173,10 +173,10 @@ class Batch:
 
     @staticmethod
     def _tree(x: Tensor, s: Sequence) -> Tensor:
-        own = x[s.entries] if x.shape[0] > 1 else x
-        allowed = own.new_ones(own.shape[0], 1, s.seqlen_q, s.seqlen_k)
+        tree = x[s.entries] if x.shape[0] > 1 else x
+        allowed = tree.new_ones(tree.shape[0], 1, s.seqlen_q, s.seqlen_k)
         tail = min(s.seqlen_q, s.seqlen_k)  # the number of new tokens that have a key
-        allowed[..., s.seqlen_k - tail :] = own[:, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
+        allowed[..., s.seqlen_k - tail :] = tree[:, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
         return allowed
 
     def inputs(
@@ -209,7 +209,7 @@ def forward(
     """Return out and lse of all rows, by one :func:`eager.forward` per run; 0 and -inf in rows of no sequence.
 
     Args:
-        batch: where the sequences lie.
+        batch: the layout of the sequences.
         q, k, v: 4-D, packed or padded as `batch` says.
         mask, bias: 4-D, each by position or packed, as `batch` says; or a bias by distance within each sequence.
         sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
@@ -250,7 +250,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the requested gradients, by one :func:`eager.backward` per run; zeros in rows of no sequence.
 
-    Sequences share bias and sink, whose gradients are summed in the dtype of the softmax and rounded once.
+    Bias and sink belong to all sequences, so their gradients are summed in the dtype of the softmax and rounded once.
     """
 
     def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -284,8 +284,8 @@ def forward_tangents(
     results = out, lse, torch.zeros_like(out), torch.zeros_like(lse)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
-        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
-        return forward_mode.forward(*inputs, sink, own, dropout=_dropout_of(s, dropout), **flags)
+        inputs, own_tangents = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        return forward_mode.forward(*inputs, sink, own_tangents, dropout=_dropout_of(s, dropout), **flags)
 
     _write(batch, batch.runs(), results, results_of)
     return results
@@ -310,11 +310,11 @@ def backward_tangents(
     """Return the gradients of all inputs and their tangents, by one :func:`tangents.backward` per run."""
 
     def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        inputs, own_tangents = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
         parts = (batch.queries, batch.rows, batch.queries, batch.rows)
         sent = Cotangents(*(None if x is None else part(x, s) for x, part in zip(cotangents, parts, strict=True)))
         numbers = {"dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
-        both = forward_mode.backward(sent, *inputs, sink, own, batch.rows(lse, s), **numbers)
+        both = forward_mode.backward(sent, *inputs, sink, own_tangents, batch.rows(lse, s), **numbers)
         return (*both[0], *both[1])
 
     inputs = (q, k, v, bias, sink)
@@ -323,7 +323,7 @@ def backward_tangents(
 
 
 def _tangents_of(batch: Batch, s: Sequence, bias: ChunkBias | None, tangents: Tangents) -> Tangents:
-    """Return the tangents of the inputs that sequences read."""
+    """Return the tangents of the inputs for sequences."""
     tq, tk, tv, tbias, tsink = tangents
     if tbias is not None:
         tbias = values_of(batch.bias(with_values(bias, tbias), s))
@@ -346,7 +346,7 @@ def attention(
     entropy: bool = False,
     **flags: Any,
 ) -> tuple[Tensor, ...]:
-    """Return what :func:`forward` returns, by the plain formula and differentiable: the oracle.
+    """Return the results of :func:`forward` by the plain formula, differentiable: the oracle.
 
     Args:
         flags: is_causal, softmax_scale, softcap and window_size, as for :func:`formula.attention`.
@@ -399,13 +399,13 @@ def _as_tensors(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Any, Any], Callable[[Tensor], Tensor]]:
     """Turn lists, and values for their entries, into the mask and the bias of all pairs, for the formula.
 
-    The function that comes with them takes the gradient of that bias to the gradient of the values.
+    Also return a function that converts the gradient of this bias to the gradient of the values.
     """
     q, k, v, mask, bias = inputs
     if not isinstance(mask, Lists):
         return inputs, lambda dbias: dbias
     slots = slot_table(mask, q.shape[1], k.shape[1])
-    if not isinstance(bias, Chosen):
+    if not isinstance(bias, ListValues):
         return (q, k, v, slots >= 0, bias), lambda dbias: dbias
     # Gradients are rounded once.
     values, step = bias.values.to(torch.promote_types(bias.values.dtype, formula.softmax_dtype(q))), mask.block_q
@@ -418,7 +418,7 @@ def _dropout_of(s: Sequence, dropout: Dropout | None) -> Dropout | None:
 
 
 def _unpacked(x: Tensor, dim: int, first: int, count: int, length: int) -> Tensor:
-    """View sequences of one length that follow each other along a dim: that dim becomes (count, length)."""
+    """View consecutive sequences of one length along a dim: that dim becomes (count, length)."""
     return x.narrow(dim, first, count * length).unflatten(dim, (count, length))
 
 
@@ -428,12 +428,12 @@ def _write(
     results: tuple[Tensor, ...],
     results_of: Callable[[Sequence], tuple[Tensor, ...]],
 ) -> None:
-    """Write the results of every sequence that has queries: out or its like, and rows such as lse."""
+    """Write the results of every sequence that has queries: tensors shaped as out, and rows such as lse."""
     for s in sequences:
         if s.seqlen_q > 0:
-            for x, own in zip(results, results_of(s), strict=True):
+            for x, result in zip(results, results_of(s), strict=True):
                 part = batch.queries if x.dim() == 4 else batch.rows
-                part(x, s).copy_(own)
+                part(x, s).copy_(result)
 
 
 def _summed(
@@ -443,10 +443,11 @@ def _summed(
     needs_grad: tuple[bool, ...],
     gradients_of: Callable[[Sequence, ChunkBias | None, Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """Add up the requested gradients of (q, k, v, bias, sink) over sequences, and of their tangents where asked for.
+    """Sum the needed gradients of (q, k, v, bias, sink) over sequences, and of their tangents if needed.
 
-    Each row of q and k belongs to one sequence. Bias and sink are shared, so `gradients_of` gets them in the dtype of
-    the softmax; their gradients are then summed in that dtype and rounded once. Without a sink five become four.
+    Each row of q and k belongs to one sequence. Bias and sink belong to all sequences, so `gradients_of` gets them in
+    the dtype of the softmax; their gradients are then summed in that dtype and rounded once. Without a sink there are
+    four results instead of five.
     """
     q, k, v, bias, sink = inputs
     passed = (q, k, v, values_of(bias), sink) * (len(needs_grad) // 5)
@@ -468,7 +469,7 @@ def _summed(
 
 
 def _empty(q: Tensor, v: Tensor, max_scores: bool = False, entropy: bool = False) -> tuple[Tensor, ...]:
-    """Return the results of rows that no sequence has: out, lse, and what else is asked for."""
+    """Return the results of rows of no sequence: out, lse, and the other requested ones."""
     filled = (0.0, -torch.inf, *[-torch.inf] * max_scores, *[0.0] * entropy)
     shapes = (q.shape[:3] + v.shape[3:], *[(q.shape[0], q.shape[2], q.shape[1])] * (len(filled) - 1))
     dtypes = (q.dtype, *[formula.softmax_dtype(q)] * (len(filled) - 1))

@@ -1,16 +1,16 @@
-"""Attention sinks in the backward pass: everything follows from the delta of each row, and from lse with the sink."""
+"""Attention sinks in the backward pass, computed from delta of each row, and lse with the sink."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# `row_delta` multiplies about so many elements at a time.
+# The approximate number of elements that `row_delta` multiplies at a time.
 MOST_PRODUCTS = 2**24
 
 
 def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(sink - lse), the share of a row's probability that its sink takes; 0 where a head has no sink.
+    """Return exp(sink - lse), the probability of the sink in each row; 0 if a head has no sink.
 
     Args:
         sink: (Hq,), any float dtype.
@@ -26,7 +26,7 @@ def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Hq, Lq) in lse's dtype.
 
-    It takes a few entries of the batch at a time, because products in lse's dtype may take more memory than out.
+    It computes some entries of the batch at a time, because products in lse's dtype may need more memory than out.
     """
     delta = torch.empty_like(lse)
     at_once = max(1, MOST_PRODUCTS * len(out) // max(out.numel(), 1))
@@ -61,7 +61,7 @@ def through_lse(dlse: Tensor | None, sink: Tensor | None, lse: Tensor, delta: Te
     Args:
         dlse: (B, Hq, Lq) in lse's dtype, 0 where lse is -inf; or None.
         sink: (Hq,) or None.
-        lse, delta: (B, Hq, Lq); delta is not read without a sink.
+        lse, delta: (B, Hq, Lq); delta is unused without a sink.
     """
     if sink is None or delta is None:
         return dlse

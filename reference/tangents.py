@@ -10,8 +10,8 @@ With ts the tangent of the scores, m its mean under p, and e, f the products of 
     dts   = p * (e - E + w),  E = rowsum(p * e)
     ds    = p * (g - rowsum(p * g)),  g = ts * (e - E + w) - m * e + f
 
-No (Lq, Lk) matrix exists, as in `eager.py`. Nor do large means cancel: the sums of tout hold the differences of ts to
-the mean over the keys so far, and a new mean moves them by that step times the sum of p @ v.
+No (Lq, Lk) matrix exists, as in `eager.py`. Large means do not cancel: the sums of tout have the differences of ts from
+the mean over the keys so far, and a new mean changes them by its step times the sum of p @ v.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .chunks import DEFAULT_CHUNK_BYTES, Chunks, Span
 from .distances import ChunkBias, Distances, values_of, with_values
 from .dropout import Dropout
 from .eager import cut, kept_in
-from .lists import Chosen
+from .lists import ListValues
 from .masks import AnyMask
 from .sinks import sink_probability
 from .tiles import (
     BiasGradient,
-    ChosenGradient,
     DistanceGradient,
     Keys,
     KeySums,
+    ListValuesGradient,
     Rows,
     Scores,
     bias_reader,
@@ -68,7 +68,7 @@ class Cotangents(NamedTuple):
 
 
 class _Call:
-    """The part that both passes share: the chunks of a call, its tensors by block, and scores with their tangents."""
+    """The common part of both passes: the chunks of a call, its tensors by block, and scores with their tangents."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Call:
             ts.mul_(self.scores.slope)
         if self._tbias is not None:
             block.by_group(ts, chunks.group).add_(self._tbias.part(block, keys))
-        return s, ts.masked_fill_(s == -math.inf, 0.0)  # a hidden key may hold NaN
+        return s, ts.masked_fill_(s == -math.inf, 0.0)  # a hidden key may have NaN
 
     def products(self, block: Block, keys: slice | Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the tangents of the scaled products of a chunk."""
@@ -220,7 +220,7 @@ class _Needs(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """The sums of rows that the gradients of a block read: normalised sums over all keys, columns (pairs, G * rows, 1).
+    """The sums of rows for the gradients of a block: normalised sums over all keys, columns (pairs, G * rows, 1).
 
     `total` divides p; `mean`, `dot` and `dot_out` are m, E and rowsum(p * dp); `inner` is rowsum(p * g).
     """
@@ -278,7 +278,7 @@ def backward(
     dout, u = (zeros if x is None else x for x in (cotangents.out, cotangents.tout))
     dout_rows, u_rows = Rows(dout, chunks), Rows(u, chunks)
     lse_rows, dlse_rows, w_rows, share_rows = (Rows(x.mT.unsqueeze(3), chunks) for x in (finite_lse, dlse, w, share))
-    # The terms of each row, at first as in rows that no chunk visits: there the sink takes all.
+    # The terms of each row, initialised for rows that no chunk visits, in which the sink has probability 1.
     dsinks, dtsinks = ((share * x).mT.unsqueeze(3).contiguous() for x in (dlse, w))
     dsink_rows, dtsink_rows = Rows(dsinks, chunks), Rows(dtsinks, chunks)
 
@@ -405,10 +405,10 @@ def _through_softcap(
 
 
 def _bias_gradient(bias: ChunkBias | None, chunks: Chunks, repeat: int) -> BiasGradient:
-    """Return the object that sums the gradient of a bias: each score adds its part, also to one value per query."""
+    """Return the object that sums the gradient of a bias from the gradients of scores, also for one value per query."""
     assert bias is not None
     if isinstance(bias, Distances):
         return DistanceGradient(bias, chunks, repeat)
-    if isinstance(bias, Chosen):
-        return ChosenGradient(bias, chunks, repeat)
+    if isinstance(bias, ListValues):
+        return ListValuesGradient(bias, chunks, repeat)
     return BiasGradient(bias, None, chunks, repeat, by_score=True)

@@ -11,7 +11,7 @@ from . import formula
 from .blocks import Block, grouped_own
 from .chunks import Chunks, Span
 from .distances import ChunkBias, Distances, dense, distance_sums
-from .lists import Chosen, blocks_of, spread, sum_blocks
+from .lists import ListValues, blocks_of, spread, sum_blocks
 from .masks import ListReader, run_of
 
 _LOG2_E = math.log2(math.e)
@@ -19,15 +19,16 @@ _LOG2_E = math.log2(math.e)
 
 def multiply(a: Tensor, b: Tensor, into: Tensor, scale: float = 1.0, *, keep: bool = False) -> Tensor:
     """Replace into by scale * a @ b; with keep add that to into."""
-    # In place, because autocast, which would round a and b, leaves in-place operations alone. Operands in half
-    # precision were cast to fp32: elementwise passes over the scores bound this path, on a GPU too, and not products.
+    # In place, because autocast, which would round a and b, does not apply to in-place operations. Operands in half
+    # precision were cast to fp32, because elementwise passes over the scores bound this path, on a GPU too, and not
+    # products.
     return into.baddbmm_(a, b, beta=float(keep), alpha=scale)
 
 
 def exponential(x: Tensor) -> Tensor:
     """Replace x by exp(x)."""
-    # On a CPU torch.exp leaves its vector path for every -inf: 1.4 ns an element if 30 % are -inf. exp2 does not: 0.3
-    # ns with the multiplication, whose rounding costs as much as one bit of x.
+    # On a CPU torch.exp leaves its vector path for every -inf: 1.4 ns per element if 30 % are -inf. exp2 does not. It
+    # takes 0.3 ns with the multiplication, whose rounding error is one bit of x.
     return x.mul_(_LOG2_E).exp2_()
 
 
@@ -67,7 +68,7 @@ class Keys:
     def __init__(self, x: Tensor, chunks: Chunks) -> None:
         self._x = x.transpose(1, 2)
         self._dtype = chunks.dtype
-        self._hold = chunks.extent.keys >= chunks.seqlen_k  # if all keys fit in a chunk, cast them once for all rows
+        self._hold = chunks.extent.keys >= chunks.seqlen_k  # if a chunk has all keys, cast them once for all rows
         self._held: tuple[slice, slice] | None = None
 
     def get(self, block: Block, keys: slice | Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class KeySums:
 
 
 class BiasReader:
-    """A bias, read block by block."""
+    """A bias, sliced block by block."""
 
     def __init__(self, bias: Tensor, chunks: Chunks, repeat: int) -> None:
         self._bias = grouped_own(bias, chunks.num_heads_k, chunks.num_heads)
@@ -125,7 +126,7 @@ class BiasReader:
 
 
 class DistanceReader(BiasReader):
-    """A bias by distance, read block by block."""
+    """A bias by distance, expanded block by block."""
 
     def __init__(self, bias: Distances, chunks: Chunks, repeat: int) -> None:
         self._bias = formula.grouped(bias.values, chunks.num_heads_k, chunks.num_heads)
@@ -139,14 +140,14 @@ class DistanceReader(BiasReader):
         return part if isinstance(keys, slice) else part.index_select(4, keys - run.start)
 
 
-class ChosenReader(BiasReader):
-    """The values of entries of lists, read block by block."""
+class ListValuesReader(BiasReader):
+    """The values of entries of lists, expanded block by block."""
 
-    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+    def __init__(self, bias: ListValues, chunks: Chunks, repeat: int) -> None:
         self._bias = formula.grouped(bias.values, chunks.num_heads_k, chunks.num_heads)
         self._lists = ListReader(bias.lists, chunks.num_heads_k, chunks.num_heads, bias.repeat)
         self._repeat = repeat
-        # Queries that share a list share its values, too, or have values of their own.
+        # There is one row of values for each list, or one for each query.
         self._block_q = 1 if bias.values.shape[2] == chunks.seqlen_q else bias.lists.block_q
 
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:
@@ -160,8 +161,8 @@ class ChosenReader(BiasReader):
 
 
 def bias_reader(bias: ChunkBias, chunks: Chunks, repeat: int) -> BiasReader:
-    if isinstance(bias, Chosen):
-        return ChosenReader(bias, chunks, repeat)
+    if isinstance(bias, ListValues):
+        return ListValuesReader(bias, chunks, repeat)
     if isinstance(bias, Tensor):
         return BiasReader(bias, chunks, repeat)
     return DistanceReader(bias, chunks, repeat)
@@ -219,9 +220,9 @@ class Scores:
         return s
 
     def _add_to_be(self, s: Tensor, block: Block, keys: slice | Tensor, allowed: Tensor | None) -> bool:
-        """Write into s what is added to the products: the bias, and on a CPU also -inf where the mask forbids a score.
+        """Write the tensor that is added to the products into s: the bias, and on a CPU -inf where the mask forbids.
 
-        Return False, with s unwritten, if nothing is added.
+        Return False, with s unwritten, if there is no such tensor.
         """
         s = block.by_group(s, self._chunks.group)
         bias = None if self._bias is None else self._bias.part(block, keys)
@@ -239,8 +240,8 @@ def _adds_mask(device: torch.device) -> bool:
 
 def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
     # On a CPU masked_fill_ and torch.where branch on every element, 1.1 ns for a random mask. The minimum of the bias
-    # and +inf or -inf has the same result, and its vector code takes 0.2 ns. The mask is often shared by heads, so it
-    # becomes numbers in its own shape.
+    # and +inf or -inf has the same result, and its vector code takes 0.2 ns. The mask often has one head for all, so it
+    # is converted to floats in its shape.
     limit = mask.to(s.dtype).sub_(0.5).mul_(math.inf)
     if bias is None:
         s.copy_(limit.clamp_(max=0.0))
@@ -257,7 +258,7 @@ class BiasGradient:
         per_row: (B, Hq, Lq), the gradient of a bias of one value per query; None for zeros.
         chunks: of the call.
         repeat: of the bias.
-        by_score: whether also a bias of one value per query sums the gradients of scores, in the place of `per_row`.
+        by_score: whether a bias of one value per query also sums the gradients of scores, instead of `per_row`.
     """
 
     def __init__(
@@ -317,10 +318,10 @@ class DistanceGradient(BiasGradient):
         )
 
 
-class ChosenGradient(BiasGradient):
+class ListValuesGradient(BiasGradient):
     """The gradient of the values of entries of lists, summed chunk by chunk in their shape."""
 
-    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+    def __init__(self, bias: ListValues, chunks: Chunks, repeat: int) -> None:
         values = bias.values
         self._shape, self._dtype, self._group, self._repeat = values.shape, values.dtype, chunks.group, repeat
         self.needs_scores = True
@@ -338,11 +339,12 @@ class ChosenGradient(BiasGradient):
         run, step = run_of(keys), self._block_k
         slots = self._lists.block_slots(block, run)
         ds = _in_run(block.by_group(ds, self._group), keys, run)
-        # Where heads share the lists and the values, they are added before they are moved.
+        # If lists and values have one head for several, their gradients are added before the scatter.
         shared = [1 if a == b == 1 else n for a, b, n in zip(slots.shape[:3], total.shape[:3], ds.shape, strict=False)]
         ds = ds.sum_to_size((*shared, *ds.shape[3:]))
         ds = sum_blocks(ds, 4, step, run.start)
-        # One more place takes what no entry chose. Each other one is written once, so that the order does not matter.
+        # One more column is for pairs without an entry. Every other element is written once, so that the order does not
+        # matter.
         moved = ds.new_zeros((*ds.shape[:4], total.shape[4] + 1))
         place = torch.where(slots < 0, total.shape[4], slots).long().expand(ds.shape)
         moved = moved.scatter_(4, place, ds)[..., :-1]

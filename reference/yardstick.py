@@ -1,4 +1,4 @@
-"""The yardstick of accuracy: the error that plain PyTorch makes when it computes the formulas in a low precision.
+"""The yardstick of accuracy: the error of plain PyTorch for the formulas in a low precision.
 
 A result x of any backend passes if err(x) <= RATIO * err(yardstick) + FLOOR, with err(x) = ||x - x64|| / ||x64||.
 The yardstick of out and lse is :func:`formula.attention` in that dtype. fp32 has limits of its own, see `limits_of`.
@@ -15,8 +15,8 @@ from .distances import AnyBias
 from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
-# Products of fp32 numbers in two pieces of bfloat16 have an error of 6e-6, which FLOOR would let pass; in three pieces
-# they have that of fp32. Tensor cores add up in another order than fp32 does, so the ratio is wider.
+# Products of fp32 numbers that are split in two in bfloat16 have an error of 6e-6, which FLOOR would accept; split in
+# three they have the error of fp32. Tensor cores sum in another order, so the ratio is larger.
 RATIO_FP32, FLOOR_FP32 = 2.0, 2e-7
 # A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
 LSE_ROUNDING = 2.0**-23
@@ -61,7 +61,7 @@ def gradients(
         delta = delta - rearrange(dlse, "b (h g) i -> b h g i", h=heads_k).masked_fill(lse == -torch.inf, 0.0)
     dp = torch.einsum("bihgd,bjhd->bhgij", dout, v).to(p.dtype)
     dp = dp if dropout is None else dropout.apply(dp)
-    # In a row with neither keys nor a sink -inf - -inf is NaN; its share is 0.
+    # In a row with neither keys nor a sink -inf - -inf is NaN; the probability of the sink is 0.
     share = None
     if sink is not None:
         share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))

@@ -24,7 +24,7 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 # fp64 backends have no lower-precision yardstick: they differ from the oracle by the order of their sums.
 FLOOR_FP64 = 1e-11
 # One sum over many rows has an error that is one sum of as many roundings, of either sign. The yardstick has such a sum
-# of its own, which may be small by luck, so this many standard deviations are allowed beside it.
+# of its own, which may be small by luck, so this number of standard deviations is allowed in addition.
 DEVIATIONS = 5.0
 # fp32 holds a score of 1e9 as a multiple of 64, so every implementation makes the softmax of rounded scores, and fp64
 # does not. Beyond NOTHING_LEFT the oracle takes scores as fp32 holds them: p is a probability, and no constant
@@ -88,7 +88,7 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
 
 
 def oracle(case: Case, inputs: Inputs, hold: Callable[[Tensor], Tensor] | None = None) -> Results:
-    """The results in fp64; `hold` says what becomes of each score, by default of great ones alone."""
+    """The results in fp64; `hold` says what becomes of each score, by default only of great ones."""
     if hold is None and case.data in (*GREAT, *GREAT_MIN) and case.dtype != torch.float64:
         hold = as_fp32_holds
 
@@ -206,7 +206,7 @@ def share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:
 
 
 def row_variances(x: Inputs, exact: Results, in_dtype: Results) -> Tensor:
-    """(B, Hq, Lq), what rounding of out and of lse leaves in each row's part of dsink; all in fp64, beside a sink."""
+    """(B, Hq, Lq), what rounding of out and of lse leaves in each row's part of dsink; all in fp64, with a sink."""
     out, lse = exact["out"], exact["lse"]
     out_term = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
     delta = (x.dout * out).sum(-1).mT
@@ -214,7 +214,7 @@ def row_variances(x: Inputs, exact: Results, in_dtype: Results) -> Tensor:
         delta = delta - x.dlse.masked_fill(lse == -torch.inf, 0.0)
     lse_term = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
     share = share_of_sink(x.sink, lse)
-    # The square of a lse is inf beside a bias of finfo.min, and a sink of -inf has no share of it.
+    # The square of a lse is inf with a bias of finfo.min, and a sink of -inf has no share of it.
     return (share.square() * (out_term + lse_term)).masked_fill(share == 0, 0.0)
 
 
@@ -227,7 +227,7 @@ def with_rounding(variance: Tensor, exact: Tensor | None, dtype: torch.dtype) ->
 
 
 def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) -> Results:
-    """The standard deviations that rounding of out, of lse and of the result leaves in sums over rows, beside a sink.
+    """The standard deviations that rounding of out, of lse and of the result leaves in sums over rows, with a sink.
 
     These are dsink, and dbias of one value per query. All else sums many keys of a row, or has many values.
     """
@@ -442,8 +442,8 @@ def failures_of(
 ) -> dict[str, str]:
     """By name, what is further off than RATIO times the error of plain PyTorch in that dtype, plus FLOOR.
 
-    In fp32 the worst row may not be further off either, beside the terms that it sums: a row of small values has no
-    share in the norm.
+    In fp32 the worst row may not be further off either, relative to the terms that it sums: a row of small values has
+    no share in the norm.
 
     Args:
         got: the results; a name that starts with d is a gradient.

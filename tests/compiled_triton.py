@@ -248,7 +248,7 @@ class SequenceVariant(Variant):
 
 
 def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[..., None]) -> None:
-    """`run_plans` of a call with sequences; of one with pages or trees the forward pass alone."""
+    """`run_plans` of a call with sequences; of one with pages or trees only the forward pass."""
     call, sequences = variant.call(arch), variant.view()
     key = key_of(call)
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
@@ -367,7 +367,7 @@ def packing_jobs(arch: str) -> list[Job]:
     return jobs
 
 
-# The masks beside sequences that are packed in the catalogue, by what decides a kernel; rows of 16, 4 and 1 bytes.
+# The masks of calls with sequences in the catalogue, by what decides a kernel; rows of 16, 4 and 1 bytes.
 PACKED_SEQUENCES: tuple[tuple[Layout, MaskPacking, tuple[int, ...], tuple[int, int]], ...] = (
     *(
         ("packed", "queries", (1, 4, 16384, most), window)
@@ -384,7 +384,7 @@ PACKED_SEQUENCES: tuple[tuple[Layout, MaskPacking, tuple[int, ...], tuple[int, i
 
 
 def sequence_packing_jobs(arch: str) -> list[Job]:
-    """The kernels that pack masks beside sequences."""
+    """The kernels that pack masks of sequences."""
     jobs, record = recorder(arch)
     with mock.patch.object(Launch, "__call__", record):
         for layout, packing, shape, window in PACKED_SEQUENCES:
@@ -429,7 +429,7 @@ def piece_jobs(arch: str) -> list[Job]:
 
 
 def tangent_jobs(arch: str, dtype: torch.dtype, head_dim: int) -> list[Job]:
-    """The kernel of forward mode: all tangents beside a bias in 16 or 32 bits, and tq, tk and tv alone."""
+    """The kernel of forward mode: all tangents with a bias in 16 or 32 bits, and only tq, tk and tv."""
     jobs, record = recorder(arch)
     flags, score = Flags(-1, 0, 0.125, 0.0, False), ("1", "Hq", "Lq", "Lk")
     biases: dict[str, dict[str, Any]] = {"own": {"bias": score}, "fp32": {"bias": score, "bias_dtype": torch.float32}}

@@ -160,7 +160,7 @@ class Runner:
         Args:
             case: the call.
             inputs: its tensors.
-            alone: no other backend may make its gradients.
+            alone: no other backend may compute its gradients.
             flags: more arguments of every call.
         """
         choice, error = self._choice(case, inputs)
@@ -224,7 +224,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 @pytest.fixture(params=("eager", "triton"))
 def serving(request: pytest.FixtureRequest) -> Runner:
-    """The backends that read pages, trees and masks prepared beside sequences."""
+    """The backends that read pages, trees and masks prepared for sequences."""
     if request.param == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
     return Runner(request.param)
@@ -276,7 +276,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def eager() -> Callable[..., Results]:
-    """The eager backend alone, for what every machine can test."""
+    """Only the eager backend, for tests that every machine can run."""
     return Runner("eager")
 
 

@@ -19,7 +19,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
-# An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
+# An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it only shifts lse.
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
@@ -61,7 +61,7 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     return problem._replace(needs_grad=needs_grad, flags=problem.flags._replace(deterministic=deterministic))
 
 
-def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
+def describe_on_meta(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
     """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
     case, bias = drawn.case, None
     problem = described(case, drawn.prepared)._replace(
@@ -88,7 +88,7 @@ def _head_dims(case: Case) -> tuple[int, int]:
 
 
 def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
-    """How the kernel reads a bias beside a q of that dtype, as `describe_bias` of csrc/api/forward.cpp decides it."""
+    """How the kernel reads a bias if q has that dtype, as `describe_bias` of csrc/api/forward.cpp decides it."""
     if bias is None or _is_broadcast(bias, 3):
         return "none"
     if _is_broadcast(bias, 2):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from flash_dmattn.remembered import Remembered
+from flash_dmattn.caches import ClockCache
 
 
 @contextmanager
@@ -17,6 +17,6 @@ def descriptors_wherever_they_serve() -> Iterator[None]:
     from flash_dmattn.triton_kernels.plan import Call
 
     always = property(lambda call: True, lambda call, value: None)
-    plans = Remembered(4096)
+    plans = ClockCache(4096)
     with mock.patch.object(Call, "pays_for_tma", always, create=True), mock.patch.object(launch, "plans", plans):
         yield

@@ -16,7 +16,7 @@ class Dispatched(TorchDispatchMode):
     def __init__(self, show: Callable[[Any, Any, Any], object] | None = None) -> None:
         super().__init__()
         self._show = show or self.show
-        self.names: list[str] = []  # operators of this library alone
+        self.names: list[str] = []  # only operators of this library
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))

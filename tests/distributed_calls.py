@@ -44,7 +44,7 @@ from flash_dmattn.problem.inputs import Saved
 
 Letters = tuple[str, ...]
 
-# The sizes of a bias by name. "Ls": a rank has its own keys alone; with "Lq" it always has its own rows.
+# The sizes of a bias by name. "Ls": a rank has only its own keys; with "Lq" it always has its own rows.
 BIASES: dict[str, Letters | None] = {
     "none": None,
     "full": ("B", "Hq", "Lq", "Lk"),
@@ -326,7 +326,7 @@ def shard_result(case: ParallelCase, name: str, x: Tensor) -> Tensor:
 
 
 def is_partial(case: ParallelCase, name: str) -> bool:
-    """Whether a rank's gradient counts its own rows alone, so that the gradient of the call is their sum."""
+    """Whether a rank's gradient counts only its own rows, so that the gradient of the call is their sum."""
     letters = case.bias_letters
     is_shared = letters is not None and letters[2] not in ("Lq", "R") and letters[3] != "Ls"
     return (name == "dsink" or (name == "dbias" and is_shared)) and not case.reduce
@@ -341,7 +341,7 @@ def errors_of(case: ParallelCase, x: Inputs, results: dict[str, Tensor]) -> dict
     for name, y in results.items():
         if is_partial(case, name):
             dist.all_reduce(y)
-        elif case.mesh is not None and name == "dbias" and has_rows:  # it counts the rank's heads alone
+        elif case.mesh is not None and name == "dbias" and has_rows:  # it counts only the rank's heads
             dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
         z = shard_result(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
@@ -580,7 +580,7 @@ def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[t
 
 
 def compared_on_a_device_group() -> tuple[list[str], int, int]:
-    """Return what is raised over a group of a device alone, and how much is kept for it, meanwhile and afterwards."""
+    """Return the error over a group of only a device, and how much is cached for it, meanwhile and afterwards."""
 
     def kept() -> int:
         gc.collect()
@@ -675,7 +675,7 @@ class Without(torch.autograd.Function):
 
 
 def summed_beside_values() -> tuple[float, float, tuple[str, str]]:
-    """Return how far gradients of values of lists, and of a bias beside them, are off, and what a mistake raises.
+    """Return how far gradients of values of lists, and of an added bias, are off, and what a mistake raises.
 
     The mistake is a bias without a gradient on the last rank.
     """

@@ -79,11 +79,11 @@ def with_data(case: Case, groups: Sequence[Sequence[str]] = DATA) -> Case:
     hides = case.mask is not None and case.mask[3] == "Lk" and case.seqlen_k > 1
     fits = {JUMPS: has_bias, GREAT: has_bias, (*GREAT, *GREAT_MIN): has_bias, HIDDEN: hides}
     served = [group for group in groups if fits.get(group, True)]
-    served += [tuple(STEPS)] * 4 * (case.relative is not None and len(served) > 0)  # beside its flat ends
+    served += [tuple(STEPS)] * 4 * (case.relative is not None and len(served) > 0)  # in addition to its flat ends
     if rng.random() >= UNCENTRED or case.dtype == FP64 or not served:
         return case
     kinds = [x for x in rng.choice(served) if not x.endswith(" bias") or case.bias is not None]
-    # Great scores beside others would be a matter of rounding alone.
+    # With great scores and others, only rounding would be tested.
     case = case.with_(data=rng.choice(kinds), logits=1.0, bias_kind="normal")
     if case.data in HIDDEN and (case.data.endswith("bias") and case.bias[3] != "Lk"):
         case = case.with_(data="hidden nan k")
@@ -261,7 +261,7 @@ def draw_cuda(number: int) -> Drawn:
         case = case.with_(needs_grad=())
     elif is_served:
         case = _differentiable(case, rng)
-    if INSTANCES[instance] != (64, 64) or case.softcap > 0:  # the kernels of 64 alone have dropout
+    if INSTANCES[instance] != (64, 64) or case.softcap > 0:  # only the kernels of 64 have dropout
         case = case.with_(dropout_p=0.0)
     if case.bias is None and INSTANCES[instance] in ((64, 64), (128, 128)) and number // 168 % 3:
         values = {name: getattr(case, name) for name in ("seqlen_q", "seqlen_k", "window_size", "is_causal")}
@@ -359,7 +359,7 @@ def draw_interpreted(number: int) -> Drawn:
 def draw_short_interpreted(number: int) -> Drawn:
     """The call of a number whose rows lie in one tile; now and then one whose gradients take two runs."""
     rng = random.Random(f"short {number}")
-    # The forward kernel alone serves grouped heads.
+    # Only the forward kernel serves grouped heads.
     features = {**INTERPRETED, "batch": (1, 2, 5), "num_heads_k": (1, 1, 2, 4), "group": (1, 1, 2)}
     features |= {"seqlen_q": (1, 7, 31, 33, 40, 49), "seqlen_k": (1, 5, 17, 31, 32, 33, 49, 70)}
     kind = rng.random()
@@ -422,7 +422,7 @@ DRAWS: dict[str, Callable[[int], Drawn]] = {
     "cuda": draw_cuda,
 }
 
-# Interval masks replace masks; rows of biases learn beside top-k.
+# Interval masks replace masks; rows of biases have gradients with top-k.
 ROW_BIASES = (("B", "Hq", "1", "Lk"), ("1", "Hk", "1", "Lk"), ("1", "1", "1", "Lk"), ("B", "Hq", "Lq", "1"))
 INTERVALS: Features = {
     "batch": (1, 2),
@@ -444,7 +444,7 @@ class IntervalSizes(NamedTuple):
     """The sizes of calls with interval masks in one place.
 
     `kept`: keys that top-k keeps. `live`: live keys. Rows of few keys feel the rounding of out, from which cuda takes
-    delta: it refuses calls whose sizes alone tell of such rows.
+    delta: it refuses calls if their sizes imply such rows.
     """
 
     dtypes: tuple[torch.dtype, ...]

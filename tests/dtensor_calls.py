@@ -1,4 +1,4 @@
-"""Calls with DTensors, run by every rank of `distributed_workers`, beside the same call of one process."""
+"""Calls with DTensors, run by every rank of `distributed_workers`, against the same call of one process."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def gathered_keys() -> float:
 
 
 def steps(call: Call) -> tuple[str, float, float]:
-    """Two steps of SGD on a bias that ranks share: what every rank holds, and all of it, beside one process."""
+    """Two steps of SGD on a bias that ranks share: the part of every rank, and the whole, against one process."""
     alone = {name: x.detach() for name, x in call.tensors().items()}
     shared = distributed(alone, call.placements())
     parameters = []

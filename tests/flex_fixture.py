@@ -15,7 +15,7 @@ from flash_dmattn.backends.flex import backend as flex
 
 Test = TypeVar("Test", bound=Any)
 
-# The CPU kernel alone lacks these: the formula writes lse and has a backward pass.
+# Only the CPU kernel lacks these: the formula writes lse and has a backward pass.
 LIFTED = ("cpu_backward", "cpu_lse")
 # The formula multiplies dout by v, and adds up out * dout, in the dtype of q up to PyTorch 2.9, in fp32 since.
 ROUNDS_GRADIENTS = Version(torch.__version__) < Version("2.10.0.dev0")
@@ -34,7 +34,7 @@ def eager_flex() -> Iterator[None]:
     """Within it, `backend="flex"` on CPU traces as ever but runs FlexAttention's own dense formula, gradients included.
 
     Three things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), the refusal of
-    gradients on CPU in `torch.nn.attention.flex_attention`, and the two rules that follow from the CPU kernel alone.
+    gradients on CPU in `torch.nn.attention.flex_attention`, and the two rules that only the CPU kernel needs.
     """
     import torch.nn.attention.flex_attention as torch_flex
 

@@ -29,7 +29,7 @@ CASES = {
     "tiny": PLAIN.with_(data="size 1e-36"),
     "great rows, product 0": PLAIN.with_(data=APART),  # the product of their sizes is infinite
 }
-# Pieces that are stored differ from those that are made in how tiles are read alone.
+# Stored pieces differ from computed ones only in how tiles are loaded.
 STORED = ("head dim 24", "head dim 96", "head dims of k and v", "groups, causal", "shared bias", *ROWS, "inf in v")
 # Two pieces of bfloat16 have 16 bits, and one piece has an error of 2e-3. The interpreter cuts what a GPU rounds.
 TWO_OF_BFLOAT16, ERROR_OF_BFLOAT16 = ("head dim 40", "groups, causal", "shared bias", "rows 1e-6"), 1e-4

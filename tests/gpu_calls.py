@@ -37,7 +37,7 @@ FORMS = {
     # Large enough to pay for tensor descriptors.
     "large": LARGE.with_(bias=("B", "Hq", "Lq", "Lk"), is_causal=True, sink="normal"),
     "large mask": LARGE.with_(bias=("1", "1", "Lq", "Lk"), mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_tiles"),
-    # Blocks of cuda add their parts of dk and dv of groups, of dq alone where each head has its own, and store dbias.
+    # Blocks of cuda add their parts of dk and dv of groups, only of dq if each head has its own, and store dbias.
     "groups": BASE.with_(seqlen_k=600, is_causal=True),
     "mask and bias per key": BASE.with_(
         head_dim=128, mask=("B", "Hk", "Lq", "Lk"), mask_kind="empty_tiles", bias=("1", "Hk", "1", "Lk")
@@ -75,7 +75,7 @@ def in_form(form: str, case: Case, inputs: Inputs) -> Inputs:
 
 
 def made(backend: Runner, form: str, deterministic: bool, seed: int = 0) -> tuple[Case, Inputs]:
-    """A case and its tensors, or a skip: gradients of cuda alone are sums in any order."""
+    """A case and its tensors, or a skip: only gradients of cuda are sums in any order."""
     case = FORMS[form].with_(seed=seed)
     inputs = served(backend, case)
     if not deterministic and backend.choice(case, inputs, deterministic=False) != "cuda":

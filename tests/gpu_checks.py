@@ -77,7 +77,7 @@ class Suite(NamedTuple):
 
 
 KERNELS = "triton or cuda"
-# cuda has no fp32 kernels. triton's differ between fp16 and bf16 in a type alone; random calls draw both.
+# cuda has no fp32 kernels. triton's differ between fp16 and bf16 only in a type; random calls draw both.
 SUITES = {
     "sizes": Suite(("gpu_sizes", "cuda_pack"), 2, 100),
     "fp32": Suite(("calls", "edges"), 24, 150, "triton", 45, "float32"),

@@ -1,6 +1,6 @@
-"""Calls with lists through `attention` and the Triton kernels, in Triton's interpreter, beside eager in fp64.
+"""Calls with lists through `attention` and the Triton kernels, in Triton's interpreter, against eager in fp64.
 
-The kernels alone are tested by their own tests; here are the ways to them: forms, strides, repeats, needs, rules.
+Other tests call the kernels directly; these test the code before them: forms, strides, repeats, needs, rules.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def seen_nan() -> None:
 
 
 def single_gradients() -> None:
-    """A gradient alone has the bits that it has beside all others."""
+    """A gradient has the same bits alone and with all others."""
     few = SMALL.with_(seqlen_q=3, seqlen_k=12, heads_k=1, sink=True)
     wide = WIDE.with_(latent=False, seqlen_q=2, seqlen_k=12, is_causal=False)
     others = (few, few.with_(keys_each=16, seqlen_k=20), few.with_(group=20, queries=2))

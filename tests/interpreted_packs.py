@@ -1,4 +1,4 @@
-"""Calls with masks beside sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
+"""Calls with masks of sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def switched_off() -> Iterator[str | None]:
     q, k, v, mask, sequences = example(130, 20)
     never = mock.Mock(side_effect=AssertionError("a mask was packed"))
     with (
-        mock.patch.object(mask_choice, "PACKS_BESIDE_SEQUENCES", False),
-        mock.patch.object(operators, "pack_beside", never),
+        mock.patch.object(mask_choice, "PACKS_FOR_SEQUENCES", False),
+        mock.patch.object(operators, "pack_for_sequences", never),
     ):
         results = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
     wanted = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="eager")

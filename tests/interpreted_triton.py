@@ -247,7 +247,7 @@ def walk_calls() -> Iterator[str | None]:
 
 
 def line_calls(name: str) -> Iterator[str | None]:
-    """Outcomes of the calls of that name, a mask beside a window prepared too; of parts, two are loaded at once."""
+    """Outcomes of the calls of that name, also with a prepared mask and a window; two parts are loaded at once."""
     plan_forward.COMBINE_VALUES = 32 if name == "parts" else plan_forward.COMBINE_VALUES
     num_sms = 64 if name == "parts" else 1
     for case in LINES[name]:
@@ -359,7 +359,7 @@ def relative_calls() -> Iterator[str | None]:
         yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")
     choices_changed()
     set_up(SMALL)
-    yield outcome_of(shares_values, "values of (2, 1) entries beside a batch of (2, 3)")
+    yield outcome_of(shares_values, "values of (2, 1) entries with a batch of (2, 3)")
     for layout in ("packed", "padded", "paged"):
         for entries in (1, 4):
             yield outcome_of(partial(reads_distances_of_sequences, layout, entries), f"{layout}, {entries} entries")
@@ -586,7 +586,7 @@ def right_in_sequences(layout: str, shape: str) -> None:
 
 
 def right_in_forward_mode(case: Case) -> None:
-    """A great constant in one row, or in all values by distance, moves lse alone."""
+    """A great constant in one row, or in all values by distance, only shifts lse."""
     call = tangent_calls.dense_call(0, Drawn(case), "cpu")
     bias = call.tensors["bias"].clone()
     is_row_bias = case.bias is not None and case.bias[3] == "1"
@@ -613,7 +613,7 @@ ODD_CALLS = (
 
 
 def odd_calls() -> Iterator[str | None]:
-    """Outcomes of asking which results of a call with NaN or inf in it are NaN, infinite or 0, beside eager."""
+    """Outcomes of asking which results of a call with NaN or inf in it are NaN, infinite or 0, against eager."""
     short_calls.DTYPES = (torch.float16,)
     choices_changed()
     for case in ODD_CALLS:

@@ -106,7 +106,7 @@ def set_up(
 
 
 def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
-    """`torch.empty`, of NaN and between margins of NaN: what a kernel leaves out or writes beside its output shows."""
+    """`torch.empty`, of NaN and between margins of NaN: unwritten elements and writes outside of an output show."""
     sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
     if not dtype.is_floating_point:
         return torch.full(sizes, 77, dtype=dtype)
@@ -116,7 +116,7 @@ def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: objec
 
 
 def assert_margins() -> None:
-    """Nothing was written beside what was allocated since `set_up`."""
+    """No kernel wrote outside of the tensors allocated since `set_up`."""
     for room, size in _allocated:
         assert bool(room[:MARGIN].isnan().all()), "written before an output"
         assert bool(room[MARGIN + size :].isnan().all()), "written behind an output"
@@ -139,11 +139,11 @@ def dot_of_tensor_cores(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHan
 
 
 @contextmanager
-def on_tensor_cores(word: str, tile: Tile, stored: bool = False) -> Iterator[None]:
-    """Have calls in fp32 multiply as a word of `precision.py` says, on tiles of this size, pieces maybe stored."""
+def on_tensor_cores(precision: str, tile: Tile, stored: bool = False) -> Iterator[None]:
+    """Have calls in fp32 multiply with a precision of `precision.py`, on tiles of this size, pieces maybe stored."""
     pieces = {kernel: {256: tile} for kernel in tile_table._PIECES_STORED}
     with (
-        mock.patch.object(plan, "precision_of", lambda *_: word),
+        mock.patch.object(plan, "select_precision", lambda *_: precision),
         mock.patch.object(tile_table, "_PIECES", pieces),
         mock.patch.object(tile_table, "_PIECES_STORED", pieces),
         mock.patch.object(plan_forward, "LEAST_TO_PACK_FORWARD", 1),

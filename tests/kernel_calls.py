@@ -19,7 +19,16 @@ from unittest import mock
 import draws
 from accuracy import run
 from cases import ALL, Case, Numbers
-from cuda_forms import NUM_SMS, WHOLE, backward_form, backward_works, bias_form, instance_of, laid_out, schedule_of
+from cuda_forms import (
+    NUM_SMS,
+    WHOLE,
+    backward_form,
+    backward_works,
+    bias_form,
+    describe_on_meta,
+    instance_of,
+    schedule_of,
+)
 from descriptors import descriptors_wherever_they_serve
 from draws import BF16, FP16, FP32, KERNELS, Drawn, Features, draw
 from out_of_tree import replaced, rules_without
@@ -29,9 +38,9 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.backends.triton import passes as triton_passes
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.dispatch.selection import passes_of
-from flash_dmattn.remembered import Remembered
 
 FULL, TILES, EVERY_KEY = ("B", "Hq", "Lq", "Lk"), ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")
 SHARED_BY_ENTRIES, SHARED_BY_ALL = ("1", "Hq", "Lq", "Lk"), ("1", "1", "Lq", "Lk")
@@ -97,7 +106,7 @@ WORKS: Features = {
 HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=SHARED_BY_ENTRIES, needs_grad=())
 HELD_CALLS = (HELD.with_(seqlen_q=130, seqlen_k=136), HELD.with_(seqlen_q=200, seqlen_k=72, sink="normal"))
 
-# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, beside a mask, and with
+# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, with a mask, and with
 # the gradient of the values.
 DISTANCES = Numbers(("1", "Hq", "1"), 65, 32, "clamp")
 RELATIVE = Case(num_heads=4, head_dim=64, dtype=BF16, seqlen_q=330, seqlen_k=410, relative=DISTANCES, needs_grad=())
@@ -128,7 +137,7 @@ def reached_by(call: Sanitized) -> Reached:
     """The kernels of cuda that a call reaches, and the ways in which its blocks share the work of its backward pass."""
     drawn = call.drawn
     case, has_mask, in_order = drawn.case, drawn.case.mask is not None, drawn.deterministic
-    problem, bias = laid_out(drawn)
+    problem, bias = describe_on_meta(drawn)
     problem = problem._replace(flags=problem.flags._replace(deterministic=in_order))
     if CUDA.broken_rules(problem, passes_of(problem)):
         return Reached()
@@ -192,7 +201,7 @@ def drawn_of_triton() -> Iterator[Sanitized]:
 
 
 def launched(calls: Iterable[Sanitized]) -> Iterator[tuple[Sanitized, Reached]]:
-    """Each call, and the kernels that an H200 would launch for it: beside which mask, by descriptors, and what else."""
+    """Each call, and the kernels that an H200 would launch for it: with which mask, by descriptors, and so on."""
     from flash_dmattn.triton_kernels import kernel_launch, launch, plan
 
     reached, names = Reached(), set[str]()
@@ -211,7 +220,7 @@ def launched(calls: Iterable[Sanitized]) -> Iterator[tuple[Sanitized, Reached]]:
     with (
         mock.patch.object(plan.Call, "__init__", on_an_h200),
         mock.patch.object(kernel_launch.Launch, "__call__", record),
-        mock.patch.object(launch, "plans", Remembered(4096)),
+        mock.patch.object(launch, "plans", ClockCache(4096)),
         replaced("triton", rules=rules_without("triton", "device")),
     ):
         for call in calls:

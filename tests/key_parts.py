@@ -1,6 +1,6 @@
 """Keys of caches taken apart, so that a test can ask of each part of a key whether some change of a call touches it.
 
-A test of a cache gives the key of one call, and changes of that call, each of one input alone. `check_told_apart` wants
+A test of a cache gives the key of one call, and changes of that call, each of one input. `check_told_apart` wants
 another key for each change: no input is missing from the key. `check_covered` wants each part of the key to differ for
 some change. A part that is new in the key has no change yet, so its test fails until it has one.
 """
@@ -55,7 +55,7 @@ TENSOR_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def tensor_changes(x: Tensor, *, has_gradient: bool = True) -> dict[str, Tensor]:
-    """Tensors that differ from `x` in one thing alone, by its name.
+    """Tensors that differ from `x` in one property, by its name.
 
     Args:
         x: the tensor.

@@ -128,7 +128,7 @@ class ListCase:
         return PreparedMask.from_lists(index, **sizes, **band)
 
     def operands(self, x: ListInputs) -> tuple[Tensor | None, ...]:
-        """The tensors of `x` as kernels take them: slots alone where entries have an order of their own."""
+        """The tensors of `x` as kernels take them: slots only if entries have another order."""
         keys, count, slots = x.lists.tensors
         return x.q, x.k, x.v, keys, count, slots if self.order == "given" else None, x.values, x.bias, x.sink
 
@@ -205,7 +205,7 @@ def by_head(case: ListCase, x: Tensor) -> Tensor:
 
 
 def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> dict[str, float]:
-    """By name, the error of a result beside its norm.
+    """By name, the error of a result relative to its norm.
 
     A result that is zero in exact arithmetic is measured against the terms that cancel, as everywhere in the suite: so
     are all gradients of scores of a row of one key.
@@ -219,7 +219,7 @@ def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
         assert x.shape == y.shape, (name, x.shape, y.shape)
         assert torch.equal(x == -math.inf, y == -math.inf), f"{name}: other empty rows"
         finite = y > -math.inf
-        assert x[finite].isfinite().all(), f"{name} is not finite"  # a NaN beside numbers is nobody's maximum
+        assert x[finite].isfinite().all(), f"{name} is not finite"  # the maximum of a row with some NaN is undefined
         norm = norm_of(y, want.get(f"size of {name}"))
         errors[name] = (x[finite].double() - y[finite]).norm().item() / max(norm, 1.0)
     return errors

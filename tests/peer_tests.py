@@ -56,7 +56,7 @@ def stand_in(checkout: Path) -> None:
     package.__path__ = [str(checkout / "flash_attn")]
     interface = types.ModuleType("flash_attn.flash_attn_interface")
     interface.USE_TRITON_ROCM = False  # type: ignore[attr-defined]
-    interface._get_block_size_n = None  # type: ignore[attr-defined]  # tests with dropout alone call it
+    interface._get_block_size_n = None  # type: ignore[attr-defined]  # only tests with dropout call it
     for name in flash_attn.__all__:
         for module in (package, interface):
             setattr(module, name, getattr(flash_attn, name))

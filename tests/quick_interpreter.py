@@ -97,7 +97,7 @@ def _broadcast_others(self: TritonSemantic[Any], x: Any, y: Any) -> tuple[Any, A
 def make_quick() -> None:
     """Have this process' interpreter leave that work out."""
     builder = interpreter.interpreter_builder
-    # It computes every sum of 32 bits a second time in 64, for a comparison that it makes where it debugs alone.
+    # It computes every sum of 32 bits a second time in 64, for a comparison that it makes only when debugging.
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patch_once

@@ -163,7 +163,7 @@ def place_of(name: str) -> Place:
 
 
 def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, inputs: Inputs | None = None) -> Check:
-    """Every result right and nothing written beside it; what is promised to repeat has the same bits again.
+    """Every result is right, with no write outside of it; deterministic results have the same bits again.
 
     Args:
         place: of the call.
@@ -301,7 +301,7 @@ def by_backend(place: Place, number: int, on_gpu: dict[str, Any]) -> dict[str, A
 
 
 def check_sequences(place: Place, call: SequenceCall) -> Check:
-    """Every result right, and nothing written beside it."""
+    """Every result is right, with no write outside of it."""
 
     def check() -> None:
         results = sequence_calls.run(spoiled(call), place.passes)
@@ -404,7 +404,7 @@ def appends(place: Place, number: int) -> Check | None:
 
 
 def packs(place: Place, number: int) -> Check:
-    """Masks beside sequences, packed by kernels and by PyTorch."""
+    """Masks of sequences, packed by kernels and by PyTorch."""
     return Check(*sequence_pack_calls.check_of(number))
 
 
@@ -423,7 +423,7 @@ FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
 
 
 def run_number(place: Place, features: str, number: int) -> tuple[Check, str | None] | None:
-    """Run the call of a number. Return its check, and None or what failed; None alone where a rule refuses the call."""
+    """Run the call of a number. Return its check, and None or what failed; only None if a rule refuses the call."""
     check = FEATURES[features](place, number)
     if check is None:
         return None

@@ -37,7 +37,7 @@ from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import AttentionProblem, Flags, MaskView, NeedsGrad, SequenceView, causal_window
 from flash_dmattn.problem import inputs as operands
-from flash_dmattn.problem.checks import packing_of
+from flash_dmattn.problem.checks import find_packing
 from flash_dmattn.problem.inputs import result_in_rows
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -304,7 +304,7 @@ def with_data(call: SequenceCall) -> SequenceCall:
     return replace(call, needs_grad=(), dlse=None, flags={**call.flags, "dropout_p": 0.0})
 
 
-# As the CUDA kernels take them: queries for blocks of three consumers, beside few keys, and any length.
+# As the CUDA kernels take them: queries for blocks of three consumers, with few keys, and any length.
 CUDA_LENGTHS = (0, 1, 31, 32, 33, 64, 127, 128, 129, 200, 300)
 MANY_QUERIES, FEW_KEYS = (1024, 1100), (1, 40, 129)
 
@@ -328,7 +328,7 @@ def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None
     Args:
         call: the call.
         scores: also spoil dlse, and what no pair reads: NaN in a bias, True in a mask.
-        only: the number of a sequence that alone keeps its rows.
+        only: the number of the only sequence that keeps its rows.
     """
     used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool, device=call.q.device)
     used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=call.k.device)
@@ -357,7 +357,7 @@ def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None
 
 
 def unread(call: SequenceCall, x: Tensor, only: int | None = None) -> Tensor:
-    """Mark the values of a mask or a bias that no pair of a sequence, or of one sequence alone, has."""
+    """Mark the values of a mask or a bias that no pair of a sequence, or of only one sequence, has."""
     tokens, ones = Tokens(call), torch.ones(x.shape, requires_grad=True)
     pairs, number = tokens.scores(ones), tokens.q[:, :1]
     assert pairs is not None
@@ -410,8 +410,10 @@ def run_on(
         tiles: hand it the mask as tiles.
         deterministic: as in `attention`.
     """
-    spec, f = call.sequences.spec(call.q, call.k, call.v), call.flags
-    packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
+    spec, f = call.sequences.describe(call.q, call.k, call.v), call.flags
+    packing = {
+        n: "none" if (x := getattr(call, n)) is None else find_packing(n, x.shape, spec) for n in ("mask", "bias")
+    }
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
     flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, packing["mask"], packing["bias"])
@@ -444,13 +446,13 @@ def run_on(
         takes = call.packs_queries and call.q.shape[0] % 2 == 1 and backend.reads_as_arrived(tokens, direction)
         return tokens if takes else problem
 
-    def laid_out(arriving: AttentionProblem) -> operands.Inputs:
+    def make_inputs(arriving: AttentionProblem) -> operands.Inputs:
         if arriving.arrival == "rows":
             return x
         return x._replace(q=q[0], k=k[0] if spec.packs_keys else k, v=v[0] if spec.packs_keys else v)
 
     p = arriving("forward")
-    out, lse = backend.plan_forward(p)(laid_out(p))
+    out, lse = backend.plan_forward(p)(make_inputs(p))
     out, lse = (result_in_rows(result, p.arrival) for result in (out, lse))
     gradients: list[Tensor | None] = [None] * len(LEAVES)
     if any(needs):
@@ -458,7 +460,7 @@ def run_on(
         p, results = arriving("backward"), (out, lse, laid("dout"), laid("dlse"))
         if p.arrival == "tokens":
             results = tuple(None if result is None else result[0] for result in results)  # type: ignore[assignment]
-        saved = operands.Saved(laid_out(p), *results[:2])
+        saved = operands.Saved(make_inputs(p), *results[:2])
         gradients = list(backend.plan_backward(p)(saved, *results[2:]))
         gradients[:3] = [result_in_rows(gradient, p.arrival) for gradient in gradients[:3]]
 
@@ -679,7 +681,7 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
 
 
 def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs) -> Results:
-    """The deviations that `accuracy.deviations` has beside a sink: of dsink, and of dbias of one value per query."""
+    """The result of `accuracy.deviations` with a sink: of dsink, and of dbias of one value per query."""
     assert call.sink is not None
     dense_results: Results = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense)}
     rows = row_variances(dense.to(torch.float64), dense_results, {"out": in_dtype["out"].reshape(dense.dout.shape)})

@@ -1,4 +1,4 @@
-"""Calls with lists of keys beside sequences, and the same by a call of the formula for each sequence alone."""
+"""Calls with lists of keys and sequences, and the same by one call of the formula for each sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_dmattn.problem import Layout
 
 
 class SequenceLists(NamedTuple):
-    """Sizes of a call with lists beside sequences: the queries and keys of each, and how they lie."""
+    """Sizes of a call with lists and sequences: the queries and keys of each, and their layout."""
 
     layout: Layout
     heads: tuple[int, int]

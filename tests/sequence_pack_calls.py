@@ -1,4 +1,4 @@
-"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit."""
+"""Random masks of sequences, to be packed by kernels and by PyTorch, which have to agree in every bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def draw(number: int) -> PackCall:
     is_loose = number % 10 > 0
     call = sequence_calls.draw(number, rng.choice(LAYOUTS), LENGTHS, (torch.float32,), (1,), is_loose=is_loose)
     spec, bounds = (
-        call.sequences.spec(call.q, call.k, call.v),
+        call.sequences.describe(call.q, call.k, call.v),
         torch.tensor(call.lengths, dtype=torch.int32).view(-1, 4),
     )
     max_q, max_k, count = spec.max_seqlen_q, spec.max_seqlen_k, spec.number
@@ -76,13 +76,13 @@ def draw(number: int) -> PackCall:
     for allowed in (True, False):
         row, key = (rng.randrange(300) for _ in range(2))
         mask[..., row : row + 260, key : key + 260] = allowed
-    laid, how = laid_out(mask, rng)
+    laid, how = random_strides(mask, rng)
     window = rng.choice(WINDOWS)
     told = f"draw({number}): {packing} {tuple(shape)} {how}, {spec}, window {window}"
     return PackCall(laid, bounds.to(DEVICE), packing, spec, window, told)
 
 
-def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
+def random_strides(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
     """The same bools as bytes in other strides, inside of an allocation of bytes that are True, collapsed."""
     how = rng.choice(
         ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
@@ -130,7 +130,7 @@ def guarded() -> Iterator[None]:
 
 
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
-    """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
+    """All tensors have every bit of PyTorch's; every element is written, and none outside of them."""
     wanted = call.wanted()
     with guarded() if call.spec.number and call.mask_bytes.numel() else nullcontext():
         actual = call.packed_by(pack)

@@ -128,7 +128,7 @@ def test_rounding_of_ds_may_be_unlucky_and_not_wrong(name: str, data: str) -> No
 
 
 def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
-    """Weights that are rounded just above a power of two pass beside those just below; 8 times their errors do not."""
+    """Weights that are rounded just above a power of two pass like the ones just below; 8 times their errors do not."""
     case = FEW.with_(seqlen_q=1, seqlen_k=257, softmax_scale=2e-6, dtype=torch.float16, needs_grad=())
     inputs = case.build("cpu")
     x = inputs.to(torch.float64)
@@ -234,7 +234,7 @@ def test_rows_of_great_scores_have_a_probability(data: str) -> None:
 
 
 def test_a_constant_of_each_row_may_leave_its_scores() -> None:
-    """All scores of a row are equal beside 1e30, in fp64 too; a backend that adds it to lse alone is as right."""
+    """All scores of a row are equal after adding 1e30, in fp64 too; a backend that adds it only to lse is as right."""
     case = Case(dtype=torch.bfloat16, bias=("B", "1", "Lq", "1"), bias_dtype=torch.float32, data="key 1e30")
     case = case.with_(seqlen_k=176, head_dim=96, window_size=(-1, 2), needs_grad=("q",), seed=198)
     inputs = case.build("cpu")

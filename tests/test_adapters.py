@@ -1,4 +1,4 @@
-"""`attend`, `Patch`, and each adapter beside the code that it replaces: outputs and all gradients.
+"""`attend`, `Patch`, and each adapter against the code that it replaces: outputs and all gradients.
 
 An adapter's test skips where its package is missing; `flash_dmattn/integrations/projects.py` has the versions.
 """

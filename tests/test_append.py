@@ -93,7 +93,7 @@ def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tu
 
 
 def test_what_was_appended_is_attended_to(serving: Runner) -> None:
-    """A prompt in chunks, then tokens one by one, beside texts that rest: as the whole texts in dense calls."""
+    """A prompt in chunks, then tokens one by one, while other texts do not grow: as the whole texts in dense calls."""
     with torch.no_grad():
         result, wanted = decoded(serving.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
     torch.testing.assert_close(result, wanted)
@@ -171,17 +171,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "paged",
         {"k": TOKENS, "v": TOKENS},
-        "ValueError: k has 3 dimensions, shape (3, 2, 8); beside paged sequences it needs 4, (sequences, new tokens, h",
+        "ValueError: k has 3 dimensions, shape (3, 2, 8); with paged sequences it needs 4, (sequences, new tokens, h",
     ),
     (
         "packed",
         {"k": NEW, "v": NEW},
-        "ValueError: k has 4 dimensions, shape (2, 1, 2, 8); beside packed sequences it needs 3, (new tokens of all se",
+        "ValueError: k has 4 dimensions, shape (2, 1, 2, 8); with packed sequences it needs 3, (new tokens of all se",
     ),
     (
         "padded",
         {"k_cache": ROWS, "v_cache": ROWS},
-        "ValueError: k_cache has 3 dimensions, shape (8, 2, 8); beside padded sequences it needs 4, (sequences, keys, ",
+        "ValueError: k_cache has 3 dimensions, shape (8, 2, 8); with padded sequences it needs 4, (sequences, keys, ",
     ),
     (
         "paged",

@@ -349,7 +349,7 @@ def keeps_layouts(sequences: flash_dmattn.Sequences, shape: tuple[int, ...], **o
         x = x.view(*x.shape[:-3], *shape) if x.dim() == 3 else x
         return flash_dmattn.attention(x, x, x, sequences=sequences, **options)
 
-    return call, lambda: [layout[2].tensors for layout in sequences._layouts.values()]
+    return call, lambda: [layout[2].tensors for layout in sequences._views.values()]
 
 
 def keeps_places_of_lists() -> Keeping:
@@ -362,7 +362,7 @@ def keeps_lists_of_flex() -> Keeping:
     from flash_dmattn.backends.flex import sequences as flex
 
     sequences = flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]))
-    bounds = sequences.lay_out(X, X, X)[1].bounds
+    bounds = sequences.describe_with_view(X, X, X)[1].bounds
     problem = flash_dmattn.explain(X, X, X, sequences=sequences).problem
     call = lambda x: x * flex.sequence_blocks(problem, bounds, None).queries.place[:8, None, None]
     return call, lambda: [list(blocks) for blocks in flex._kept[bounds].values()]
@@ -423,7 +423,7 @@ def tensors_in(x: Any) -> list[Tensor]:
     if isinstance(x, (list, tuple)):
         return [tensor for part in x for tensor in tensors_in(part)]
     if isinstance(x, flash_dmattn.Sequences):
-        return [*x._tensors, *tensors_in([layout[2] for layout in x._layouts.values()])]
+        return [*x._tensors, *tensors_in([layout[2] for layout in x._views.values()])]
     return [x] if isinstance(x, Tensor) else tensors_in(x.tensors) if hasattr(x, "tensors") else []
 
 
@@ -450,4 +450,4 @@ def test_sequences_of_a_transform_that_has_ended() -> None:
     for _ in range(2):
         torch.testing.assert_close(torch.func.jvp(call, (X,), (X,)), expected, rtol=0, atol=0)
     torch.testing.assert_close(call(X), keeps_layouts(made[-1], (8, 2, 4))[0](X), rtol=0, atol=0)
-    assert not made[0]._layouts
+    assert not made[0]._views

@@ -1,4 +1,4 @@
-"""`return_aux`: the largest score and the entropy of each row, beside p itself in fp64.
+"""`return_aux`: the maximum score and the entropy of each row, against p in fp64.
 
 Random calls ask for both, with gradients (`draws.asking`); here are properties, edges, and the ways to a call.
 """
@@ -132,7 +132,7 @@ def test_a_constant_in_all_scores_of_a_row_moves_no_entropy(backend: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("chunks")
 def test_derivatives_of_entropy(backend: str) -> None:
-    """They exist for every input, also the second ones, beside derivatives of out and lse, and alone."""
+    """They exist for every input, also the second ones, with derivatives of out and lse, and without."""
     options = {"dtype": torch.float64, "requires_grad": True}
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 3, 2, 4, **options), *(torch.randn(1, 4, 1, 4, **options) for _ in range(2))
@@ -186,8 +186,8 @@ def test_the_request_of_torch_is_accepted() -> None:
 @pytest.mark.parametrize(
     "options, error, match",
     [
-        ({"return_aux": ALL, "return_lse": True}, ValueError, "return_lse is True beside return_aux"),
-        ({"return_aux": ALL, "return_probs": True}, ValueError, "return_probs is True beside return_aux"),
+        ({"return_aux": ALL, "return_lse": True}, ValueError, "return_lse is True with return_aux"),
+        ({"return_aux": ALL, "return_probs": True}, ValueError, "return_probs is True with return_aux"),
         ({"return_aux": True}, TypeError, "return_aux is a bool; it needs to be a flash_dmattn.AuxRequest"),
         ({"return_aux": AuxRequest(max_scores=1)}, TypeError, "return_aux.max_scores is 1; it needs to be True or"),
         ({"return_aux": AuxRequest(lse=1)}, TypeError, "return_aux.lse is 1; it needs to be True or False"),

@@ -96,7 +96,7 @@ def test_masks_are_what_their_names_say() -> None:
         ("bias-bhll-d64", 4 * 16 * 2048**2, 0.1406, 0.2814),
         # FLOP bound by a little: the bool mask takes 0.125 ms, as causality leaves half of it, and q k v out dout 0.04.
         ("topk-16k", 16 * (1024 * 1025 // 2 + 15360 * 1024), 0.1685, 0.4214),
-        # k and v of 8 x 8192 x 8 x 128 are 2 x 134 MB; what the one query reads and writes is nothing beside them.
+        # k and v of 8 x 8192 x 8 x 128 are 2 x 134 MB; what the one query reads and writes is negligible.
         ("decode-8k", 8 * 32 * 8192, 0.0625, 0.1249),
     ],
 )
@@ -153,7 +153,7 @@ def test_yardstick_of_the_first_heads_and_of_all() -> None:
     assert Yardstick(shared, truth(shared)).parts == 1
 
 
-# Systems: every run compares the results of each with the truth, also of peers whose kernels run on GPUs alone.
+# Systems: every run compares the results of each with the truth, also of peers with kernels only for GPUs.
 
 
 def results_agree(call: systems.Bound, inputs: Inputs, backward: bool = True) -> None:

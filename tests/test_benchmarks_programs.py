@@ -178,7 +178,7 @@ def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peaks_count_what_is_held_at_once() -> None:
-    """A forward that keeps 4 MiB, and 8 MiB for a while; a backward that needs 2 MiB beside the gradient."""
+    """A forward that keeps 4 MiB, and 8 MiB for a while; a backward that needs 2 MiB in addition to the gradient."""
     x = torch.zeros(MIB, requires_grad=True)  # 4 MiB
 
     class Doubled(torch.autograd.Function):

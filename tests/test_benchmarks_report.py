@@ -130,7 +130,7 @@ def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_committed_pages_are_of_the_committed_run() -> None:
-    """README.md, docs/benchmarks.md and the tables show the JSON that is committed beside them."""
+    """README.md, docs/benchmarks.md and the tables show the committed JSON."""
     folder = pages.full_run(RESULTS)
     if folder is None:
         pytest.skip(f"no full run on a GPU is under {RESULTS.relative_to(ROOT)}")

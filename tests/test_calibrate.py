@@ -228,7 +228,7 @@ def test_what_failed_a_check_is_not_taken(name: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_is_timed_in_both_passes_on_tensors_of_its_class(row: Row) -> None:
-    call = tool.call_of(row, CPU, shrink=64)
+    call = tool.make_call(row, CPU, shrink=64)
     assert call["q"].dtype == torch.float32 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
     leaves = ["q", "k", "v"] * row.grad + ["bias"] * row.dbias
     assert [name for name, x in call.items() if x.requires_grad] == leaves

@@ -47,7 +47,7 @@ def instruments(
     reached: int = len(CLASSES),
     seen: list[str] | None = None,
 ) -> tool.Instruments:
-    """Instruments that check the first classes alone, and whose clock goes on with each measurement."""
+    """Instruments that check only the first classes, and whose clock goes on with each measurement."""
     clock = SimpleNamespace(now=100.0)
 
     def check(classes: Sequence[TileClass], budget: float) -> Iterator[tuple[TileClass, Verdicts]]:
@@ -162,7 +162,7 @@ def results_of(tile: Sizes | None, exact: Tensor) -> Tensor:
 def test_results_are_held_against_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, each = torch.randn(2, 512, 4, 16, generator=torch.Generator().manual_seed(0)), CLASSES[PLAIN]
 
-    def pass_of(each: TileClass, call: Any, backend: str) -> Callable[[], tuple[Tensor, ...]]:
+    def make_pass(each: TileClass, call: Any, backend: str) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             tile = preferred(each.kernel, each.row, "sm_80", each.has_bias)
             if tile == (32, 32, 4, 1):
@@ -171,7 +171,7 @@ def test_results_are_held_against_those_of_the_table(monkeypatch: pytest.MonkeyP
 
         return run
 
-    monkeypatch.setattr(tool, "pass_of", pass_of)
+    monkeypatch.setattr(tool, "make_pass", make_pass)
     monkeypatch.setattr(tool, "_is_broken", lambda device: False)
     actual = tool.check(each, [OWN, (32, 32, 4, 1), THIRD, OTHER], CPU, shrink=64)
     assert actual[OWN] == actual[OTHER] == ""
@@ -186,10 +186,10 @@ def test_results_are_held_against_those_of_the_table(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_is_timed_by_the_pass_that_runs_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     each, times = CLASSES[name], []
-    call = tool.call_of(each, CPU, shrink=128)
+    call = tool.make_call(each, CPU, shrink=128)
     assert [x for x in call if isinstance(call[x], Tensor) and call[x].requires_grad] == list(each.needed)
     assert call["q"].dtype == torch.bfloat16 and ("bias" in call) is each.has_bias
-    run = tool.pass_of(each, call, "eager")
+    run = tool.make_pass(each, call, "eager")
     shapes = [x.shape for x in run()]
     assert shapes == ([call[x].shape for x in each.needed] or [call["q"].shape, (2, 8, call["q"].shape[1])])
 
@@ -197,8 +197,8 @@ def test_a_class_is_timed_by_the_pass_that_runs_its_kernel(name: str, monkeypatc
         times.append((len(run()), seconds))
         return 0.25
 
-    original = tool.pass_of
-    monkeypatch.setattr(tool, "pass_of", lambda each, call, backend: original(each, call, "eager"))
+    original = tool.make_pass
+    monkeypatch.setattr(tool, "make_pass", lambda each, call, backend: original(each, call, "eager"))
     passes = tool.Passes(CPU, timer, shrink=128)
     assert passes(each, OWN, 0.1) == passes(each, OTHER, 0.1) == 0.25
     assert times == [(len(shapes), 0.1)] * 2
@@ -217,7 +217,7 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
     from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 
     each, launched = CLASSES[name], {}
-    call = tool.call_of(each, CPU, shrink=1024)
+    call = tool.make_call(each, CPU, shrink=1024)
     shape = (
         tuple(name if call["bias"].shape[i] > 1 else "1" for i, name in enumerate(SCORES)) if each.has_bias else None
     )
@@ -313,7 +313,7 @@ def test_plans_are_made_anew_when_other_tiles_are_preferred() -> None:
     from flash_dmattn.triton_kernels.launch import plans
 
     for change in (profiles.forget, lambda: preferred_tiles.prefer(profiles.tiles_in_force)):
-        plans.keep("a call", lambda: None)
+        plans.put("a call", lambda: None)
         change()
         assert "a call" not in plans
 

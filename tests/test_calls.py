@@ -39,7 +39,7 @@ DTYPES = (FP32, BF16, FP16) + ((FP64,) if DEVICE == "cpu" else ())
 
 
 def forms() -> Iterator[tuple[str, Case]]:
-    """Each form of a mask and of a bias, and its gradient beside two kinds of masks and a gradient of lse."""
+    """Each form of a mask and of a bias, and its gradient with two kinds of masks and a gradient of lse."""
     kinds, masks = itertools.cycle(KINDS), itertools.cycle(MASKS)
     for form in FORMS:
         name = "-".join(form)

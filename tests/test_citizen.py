@@ -161,7 +161,7 @@ SAVED: dict[str, Callable[[], Any]] = {
     "Sequences.padded": lambda: flash_dmattn.Sequences.padded(seqlens_k=torch.tensor([3, 8])),
     "Sequences.paged": lambda: flash_dmattn.Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5])),
     "leading dims": lambda: PREPARED["tiles"]().expand_batch((3, 2)),
-    "beside sequences": lambda: masks.PreparedMask.from_mask(
+    "with sequences": lambda: masks.PreparedMask.from_mask(
         torch.rand(1, 1, 5, 5) < 0.5,
         sequences=flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=5),
         seqlen_q=8,

@@ -206,7 +206,7 @@ ONE_TENSOR: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "q, k and v": ((X, X, X), {}),
     "k and v": ((X, Y, Y), {"is_causal": True}),
     "q and v": ((X, Y, X), {"backend": "eager"}),
-    "beside a prepared mask": ((X, X, X), {"mask": flash_dmattn.masks.PreparedMask.from_mask(some_mask(6, 6))}),
+    "with a prepared mask": ((X, X, X), {"mask": flash_dmattn.masks.PreparedMask.from_mask(some_mask(6, 6))}),
     "in packed sequences": ((ROWS, ROWS, ROWS), {"sequences": flash_dmattn.Sequences.packed(EDGES, max_seqlen_q=5)}),
     "in padded ones": (
         (X, X, X),

@@ -243,7 +243,7 @@ def larger(x: Tensor, dim: int) -> Tensor:
 
 
 def changes_of(call: Call) -> dict[str, dict[str, Any]]:
-    """Each tensor changed alone: a dim larger, one missing, another dtype, not contiguous."""
+    """One tensor changed at a time: a dim larger, one missing, another dtype, not contiguous."""
     changes: dict[str, dict[str, Any]] = {}
 
     def add(name: str, x: Tensor, put: Callable[[Tensor], dict[str, Any]]) -> None:

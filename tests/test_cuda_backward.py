@@ -195,7 +195,7 @@ def test_two_tiles_of_keys_at_a_time(
         {"is_causal": True},
         {"window_size": (100, 30), "dtype": torch.float16},
         {"logits": 30.0, "softmax_scale": -0.3},  # p is almost all 0 and 1
-        {"head_dim": 136, "head_dim_v": 72, "bias": ("B", "Hq", "Lq", "1")},  # which moves lse alone
+        {"head_dim": 136, "head_dim_v": 72, "bias": ("B", "Hq", "Lq", "1")},  # which only shifts lse
     ),
     ids=str,
 )
@@ -248,7 +248,7 @@ def test_dq_that_a_block_completes(
 @pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:
-    """If the loss is of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
+    """If the loss is only of lse, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
     seqlen_q, seqlen_k = lengths
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, needs_grad=("bias",))
     case = case.with_(bias_dtype=torch.float32)

@@ -57,7 +57,7 @@ EVERY_NEED = (*((name,) for name in NAMES), ("sink",), ("k", "bias"), (*ALL, "si
 def test_kernels_are_asked_for_what_is_needed_alone(
     bias: tuple[str, ...] | None, needs_grad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """delta gives dsink and dbias of one value per query: alone they take no other kernel, and no mask."""
+    """delta gives dsink and dbias of one value per query: if only these are needed, no other kernel, and no mask."""
     case = BASE.with_(bias=bias, sink="normal", mask=("1", "Hk", "Lq", "Lk"), needs_grad=needs_grad)
     inputs = case.build("cpu")
     assert inputs.mask is not None
@@ -120,7 +120,7 @@ def test_a_bias_takes_delta_that_start_anywhere_is_copied_where_it_is_small(head
     for bias in (shared, shared.expand(8, -1, -1, -1), inputs.bias.mT.contiguous().mT):
         read = read_bias(bias, inputs.q, inputs.v)
         assert can_copy(read) and torch.equal(read, bias) and (read.shape[0] == 1 or read.stride(0) == 0)
-    # It stays where it is beside few entries of few columns, if nothing shares it, or if q has another dtype.
+    # It is not copied for few entries of few columns, if nothing shares it, or if q has another dtype.
     assert read_bias(shared, inputs.q[:2, ..., :8], inputs.v[:2, ..., :8]) is shared
     assert read_bias(shared, inputs.q[:1], inputs.v[:1]) is shared
     assert read_bias(shared, inputs.q.half(), inputs.v.half()) is shared
@@ -130,7 +130,7 @@ def test_an_order_of_few_places() -> None:
     """Kernels see as many keys as there are places; other keys get zeros."""
     order = torch.stack([torch.randperm(300)[:128] for _ in range(2)])[None].int()
     dk, dv, sums = torch.full((2, 300, 2, 8), torch.nan), None, torch.zeros(2, 4, 300)
-    places = passes._ByPlace(order, dk, dv, sums)
+    places = passes._Reordered(order, dk, dv, sums)
     own, by_place, none, by_head = places.results
     assert none is None and own is not None and by_place is not None and by_head is not None
     assert torch.equal(own, torch.arange(128, dtype=torch.int32).expand_as(order))

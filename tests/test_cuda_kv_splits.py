@@ -143,7 +143,7 @@ def test_how_many_is_said_by_a_number(backend: Runner, share_keys: Callable[[int
 def test_the_order_in_which_parts_end_changes_nothing(
     backend: Runner, form: str, share_keys: Callable[[int], None]
 ) -> None:
-    """A thousand runs beside products on another stream, and replays of a graph."""
+    """A thousand runs during products on another stream, and replays of a graph."""
     share_keys(5)
     case = BASE.with_(seqlen_q=1, num_heads=16, seqlen_k=8200) if form == "few rows" else more_than_sms(BASE)
     case = case.with_(bias=FULL if form == "per score" else None, mask=TILES if form == "mask" else None)
@@ -165,7 +165,7 @@ def test_the_order_in_which_parts_end_changes_nothing(
         assert torch.equal(actual[0], first["out"]) and torch.equal(actual[1], first["lse"])
 
 
-# How many parts: csrc/api/num_splits.h, compiled alone
+# How many parts: csrc/api/num_splits.h, compiled separately
 
 ESTIMATE = """
 #include "api/num_splits.h"

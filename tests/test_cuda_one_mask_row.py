@@ -1,4 +1,4 @@
-"""Masks with one row for all queries, padding and its like: beside them cuda has work tiles of more rows."""
+"""Masks with one row for all queries, such as padding: with them cuda has work tiles of more rows."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def built(call: LeadingCall) -> dict[str, Any]:
 
 
 def assert_accurate_but_for_dbias(call: LeadingCall, inputs: dict[str, Any]) -> None:
-    """out, lse, dq, dk and dv beside a bias without a gradient."""
+    """out, lse, dq, dk and dv with a bias without a gradient."""
     fixed = {**inputs, "bias": None}
 
     def beside_bias(function: Callable[..., Any], dtype: torch.dtype) -> list[Any]:
@@ -121,7 +121,7 @@ def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest
     ("more", "message"),
     [
         ({"sink": True}, "this backend takes 1 or all where the gradient of a sink is needed, a sum over the batch"),
-        ({"dropout_p": 0.1}, "this backend takes 1 or all beside dropout, which goes by the number of an entry"),
+        ({"dropout_p": 0.1}, "this backend takes 1 or all with dropout, which goes by the number of an entry"),
     ],
     ids=["sink", "dropout"],
 )

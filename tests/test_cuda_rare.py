@@ -32,7 +32,7 @@ every_bias = pytest.mark.parametrize("bias", BIASES)
 
 
 def check(backend: Runner, case: Case, inputs: Inputs | None = None, arguments: Inputs | None = None) -> None:
-    """Everything that cuda alone returns against fp64; `arguments`: the same tensors in another form."""
+    """All results of only cuda against fp64; `arguments`: the same tensors in another form."""
     backend.check(case, inputs, arguments, alone=True)
 
 

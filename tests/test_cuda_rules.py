@@ -81,7 +81,8 @@ NEVER_DIFFERENTIATED = (
         "dbias_rows",
         {"bias": (1, 1, 4096, 4095), "bias_strides": (2**24, 2**24, 2**12, 1), "seqlen_k": 4095, "bias_grad": True},
     ),
-    # Copied is what is small beside q, k, v and out, and shared; or what has a value for each score in short rows.
+    # A bias is copied if it is small compared with q, k, v and out, and shared; or if it has a value for each score and
+    # short rows.
     ("dbias_rows", {"q": (64, 129, 16, 64), "bias": (64, 16, 129, 129), "bias_grad": True, "softcap": 5.0}),
     ("tile_bias_rows", {"q": (8, 1025, 16, 64), "bias": (8, 16, 1025, 1025), **GRADIENTS}),
     ("tile_bias_rows", {"bias": (1, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS}),
@@ -580,7 +581,7 @@ TILES_OF_KEYS = (
     ((192, 128), (16, 1024), {}, 64),  # 128 work tiles of 128 keys: fewer than SMs
     ((192, 128), (16, 2048), {}, 128),
     ((192, 128), (16, 2048), {"kv_heads": 4, "window_size": (100, 0)}, 128),
-    ((160, 40), (16, 2048), {"bias": (1, 16, 2048, 1)}, 128),  # by the same kernel; a bias that moves lse alone
+    ((160, 40), (16, 2048), {"bias": (1, 16, 2048, 1)}, 128),  # by the same kernel; a bias that only shifts lse
     ((192, 128), (16, 2048), {"bias": (1, 16, 1, 2048)}, 64),
     ((192, 128), (16, 2048), {"mask": (1, 1, 2048, 2048)}, 64),
     ((192, 128), (16, 2048), {"softcap": 2.0}, 64),

@@ -209,13 +209,13 @@ def _all(leaves: Leaves) -> tuple[int, ...]:
 WAYS: dict[str, Callable[[Call, Leaves, Leaves], Any]] = {
     "jvp": torch.func.jvp,
     "jvp of one input": lambda call, x, t: torch.func.jvp(lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],)),
-    "gradients beside tangents of one input": lambda call, x, t: _gradients_beside_tangents(
+    "gradients with tangents of one input": lambda call, x, t: _gradients_beside_tangents(
         lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],), x[0].requires_grad_()
     ),
     "dual level": _dual,
     "gradients of dual tensors": _dual_gradients,
     "gradients of tangents": _gradients_of_tangents,
-    "gradients beside tangents": _gradients_beside_tangents,
+    "gradients with tangents": _gradients_beside_tangents,
     "jvp of grad": lambda call, x, t: torch.func.jvp(torch.func.grad(_total(call), _all(x)), x, t),
     "grad of jvp": lambda call, x, t: torch.func.grad(lambda *y: torch.func.jvp(_total(call), y, t)[1], _all(x))(*x),
     "jacfwd": lambda call, x, t: torch.func.jacfwd(call, _all(x), randomness="same")(*x),
@@ -313,7 +313,7 @@ def packed_with(edge: int) -> dict[str, Any]:
     return {"x": torch.randn(14, 2, 8), "sequences": Sequences.packed(torch.tensor([0, edge, 14]), max_seqlen_q=9)}
 
 
-# The shape of a bool mask, what prepares it, and what is called beside it, which differs from call to call.
+# The shape of a bool mask, the function that prepares it, and the other arguments, which differ from call to call.
 MADE: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Any], PreparedMask], Callable[[int], dict[str, Any]]]] = {
     "keys": (
         (2, 1, 1, 20),

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.biases import Band, ListBias, Relative
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.distributed import (
     SequenceLayout,
     ShardedMask,
@@ -32,7 +33,6 @@ from flash_dmattn.distributed.exchange import sum_gradient
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import IndexScores, PreparedMask
 from flash_dmattn.problem import RawFlags
-from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
 
@@ -106,21 +106,21 @@ def jagged() -> list[torch.Tensor]:
 
 REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
-        (r"q has shape \(2, 16, 4, 8\); beside sequences it needs", lambda: attend(sequences=documents())),
-        ("k has type int; beside", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
+        (r"q has shape \(2, 16, 4, 8\); with sequences it needs", lambda: attend(sequences=documents())),
+        ("k has type int; with", lambda: attend(tokens()[0], 3, 4, sequences=documents())),
         (
             "sequences end at 16; ranks that share a sequence need the bounds of all of it, up to 32",
             lambda: ShardedMask.from_sequences(documents(), SequenceLayout.zigzag(32, 1), 0),
         ),
         ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
         ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
-        ("mask is a Tensor beside sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
+        ("mask is a Tensor with sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
         (
-            r"bias has shape \(4, 16, 16\); beside sequences over ranks",
+            r"bias has shape \(4, 16, 16\); with sequences over ranks",
             lambda: attend(*tokens(), None, torch.ones(4, 16, 16), sequences=documents()),
         ),
         (
-            "layout_k is not layout; beside",
+            "layout_k is not layout; with",
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
         ("dropout_p is 0.1; context_parallel_attention has no", lambda: attend(dropout_p=0.1)),
@@ -174,9 +174,9 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "rows 4 to 6 are of rank 1, and 4 queries share a list",
             lambda: lists_of(rows=1, layout=UNEVEN, block_size=(4, 1)),
         ),
-        ("bias is a ListBias beside sequences", lambda: attend(*tokens(), None, values_of(4), sequences=documents())),
+        ("bias is a ListBias with sequences", lambda: attend(*tokens(), None, values_of(4), sequences=documents())),
         (
-            "bias is a ListBias beside sequences",
+            "bias is a ListBias with sequences",
             lambda: attend(*tokens(), lists_of(), values_of(4), sequences=documents()),
         ),
         (
@@ -454,7 +454,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each choice that is made anew."""
     made: list[int] = []
     choose = parallel_call._choose_pair
-    monkeypatch.setattr(parallel_call, "_pairs", Remembered(16))
+    monkeypatch.setattr(parallel_call, "_pairs", ClockCache(16))
     monkeypatch.setattr(
         parallel_call, "_choose_pair", lambda problems, backend: made.append(1) or choose(problems, backend)
     )

@@ -1,4 +1,4 @@
-"""DTensors in `attention`: values, gradients and placements beside one process, and what is refused."""
+"""DTensors in `attention`: values, gradients and placements against one process, and refusals."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
 BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), bias_on="R"), Call("S2", bias=(1, 2, 1, 7), bias_on="S1")
 REFUSED: list[tuple[str, Call]] = [
     (
-        r"ValueError: k has shape \(3, 7, 2, 8\) .*; beside q .* it needs .*k\.redistribute\(placements=\.\.\.\) comm",
+        r"ValueError: k has shape \(3, 7, 2, 8\) .*; with q .* it needs .*k\.redistribute\(placements=\.\.\.\) comm",
         Call("S0", k="S2"),
     ),
     (r"k has .* it needs \(Replicate\(\),\)", Call("R", k="S2")),
@@ -144,8 +144,8 @@ REFUSED: list[tuple[str, Call]] = [
         Call("S2", num_heads_k=1),
     ),
     (r"k has 2 heads.* k needs a multiple of 4 heads", Call("S2 S2")),
-    (r"ValueError: dropout_p is 0.5 beside DTensors", Call("S0", flags=(("dropout_p", 0.5),))),
-    ("ValueError: sequences is given beside DTensors", Call("S0", flags=(("sequences", 1),))),
+    (r"ValueError: dropout_p is 0.5 with DTensors", Call("S0", flags=(("dropout_p", 0.5),))),
+    ("ValueError: sequences is given with DTensors", Call("S0", flags=(("sequences", 1),))),
     # The whole tensors decide, so that each rank refuses alike: the first has two entries of each here.
     (
         r"ValueError: bias has shape \(2, 2, 1, 7\).*it needs batch in \{1, 3\}",
@@ -169,7 +169,7 @@ REFUSED_BESIDE: list[tuple[str, dict[str, Any]]] = [
     ("TypeError: k is a NoneType, and q is a DTensor", {"k": None}),
     (r"ValueError: bias is on DeviceMesh.*needs to be on the mesh of q", {"bias": "other mesh"}),
     (
-        r"ValueError: mask was prepared with batch and heads \(3, 1\); beside DTensors it needs \(1, 1\)",
+        r"ValueError: mask was prepared with batch and heads \(3, 1\); with DTensors it needs \(1, 1\)",
         {"mask": "prepared"},
     ),
     ("TypeError: mask is a int; it needs to be a bool torch.Tensor", {"mask": 3}),

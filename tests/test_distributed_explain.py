@@ -224,7 +224,7 @@ def test_the_sum_of_a_bias_beside_lists_is_said() -> None:
     """A gradient of 1024 values of 4 bytes, which three other ranks send."""
     bias = ListBias(learned(4, 256, 3), learned(1, 1024))
     explanation = explained(mask=LISTS, bias=bias, reduce_bias_grad=True)
-    (said,) = [x for x in explanation.backward_traffic if "beside" in x.what]
+    (said,) = [x for x in explanation.backward_traffic if "with" in x.what]
     assert (said.how, said.sent, said.received) == ("all_gather", 3 * 1024 * 4, 3 * 1024 * 4)
 
 

@@ -20,9 +20,9 @@ from flash_dmattn.distributed.exchange import (
     Runs,
     common,
     length_of,
-    moves_of,
     place_in,
     places_in,
+    plan_moves,
     runs_read,
     share_moved,
 )
@@ -182,7 +182,7 @@ def positions(runs: Runs) -> set[int]:
 
 
 def moves_of_all(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> list[Moves]:
-    return [moves_of(layout.flat, layout_k.flat, rank, window) for rank in range(layout.world_size)]
+    return [plan_moves(layout.flat, layout_k.flat, rank, window) for rank in range(layout.world_size)]
 
 
 PLANS = [
@@ -202,11 +202,11 @@ def test_every_key_that_is_read_is_held_and_nothing_else_is_sent() -> None:
         for rank, moves in enumerate(every):
             parts = plan(layout, rank, seqlen_k, window)
             read = set().union(*(range(part.start, part.stop) for part in parts))
-            assert positions(moves.held) == read and moves.own == layout_k.runs(rank)
+            assert positions(moves.held) == read and moves.local == layout_k.runs(rank)
             from_ranks = [positions(runs) for runs in moves.receives]
             assert set().union(*from_ranks) == read and sum(map(len, from_ranks)) == len(read)
             for other, theirs in enumerate(every):
-                assert moves.receives[other] == theirs.sends[rank] and from_ranks[other] <= positions(theirs.own)
+                assert moves.receives[other] == theirs.sends[rank] and from_ranks[other] <= positions(theirs.local)
             order = [x for _, start, stop in moves.pieces for x in range(start, stop)]
             assert order == sorted(read)
             for part, place in zip(parts, places_in(moves.held, parts)):
@@ -222,7 +222,7 @@ def test_every_key_that_is_read_is_held_and_nothing_else_is_sent() -> None:
 
 def test_a_tensor_of_all_keys_has_gaps_where_none_are_read() -> None:
     layout = SequenceLayout.zigzag(2048, 4)
-    moves = moves_of(layout.flat, layout.flat, 1, (10, 0), True)
+    moves = plan_moves(layout.flat, layout.flat, 1, (10, 0), True)
     assert moves.held == ((0, 2048),) and runs_read(layout, 1, 2048, (10, 0)) == ((128, 512), (1408, 1792))
     assert moves.pieces == (
         (-1, 0, 128),

@@ -1,4 +1,4 @@
-"""Models of transformers in a `use_context_parallel` block over two processes, in fp64, beside one process."""
+"""Models of transformers in a `use_context_parallel` block over two processes, in fp64, against one process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compared(
 
 
 def refused(what: str, ranks: tuple[int, ...]) -> str:
-    """Return the error of a model where some ranks have a mask of their own tokens alone."""
+    """Return the error of a model if some ranks have a mask of only their own tokens."""
     layout = SequenceLayout.zigzag(LENGTH, dist.get_world_size())
     rows = layout.local_length
     arguments: dict[str, Any] = {"position_ids": layout.positions(dist.get_rank())[None].expand(2, -1)}
@@ -70,7 +70,7 @@ def refused(what: str, ranks: tuple[int, ...]) -> str:
         arguments |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits, "max_length_q": rows, "max_length_k": rows}
     with use_context_parallel(dist.group.WORLD, layout):
         try:
-            # A window gives layers a mask, beside which limits could be forgotten.
+            # A window gives layers a mask, with which limits could be forgotten.
             model = make("mistral", sliding_window=rows - 3) if what == "limits" else make("llama")
             if what == "limits":
                 arguments["position_ids"] = arguments["position_ids"][:1]

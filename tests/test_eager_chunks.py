@@ -210,7 +210,7 @@ ONLY = {
 
 @pytest.mark.parametrize("dim", ONLY)
 def test_the_last_smaller_chunk_of_each_dim(dim, monkeypatch):
-    """A mask that allows one entry, head, row or key alone, beside one that leaves entries of a head and rows empty."""
+    """A mask that allows only one entry, head, row or key, and one that leaves entries of a head and rows empty."""
     monkeypatch.setattr(chunks.Chunks, "_extent", lambda self, budget: EXTENT)
     torch.manual_seed(17)
     inputs = tensors(**LAST)

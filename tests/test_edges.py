@@ -93,7 +93,7 @@ SPOILT_CALLS: dict[str, tuple[Case, tuple[str, ...]]] = {
             (("B", "Hq", "Lq", "1"), QKV),  # its gradient is dlse, whatever the scores are
         )
     },
-    "bias beside a mask": (SPOILT.with_(mask=FULL, bias=PER_KEY), (*QKV, "bias")),
+    "bias with a mask": (SPOILT.with_(mask=FULL, bias=PER_KEY), (*QKV, "bias")),
     "bias of -inf": (SPOILT.with_(bias=FULL, bias_kind="inf"), (*QKV, "bias")),
     "bias without a gradient": (SHORT.with_(bias=FULL, is_causal=True), ("q", "bias", "all of bias")),
     "sink": (SPOILT.with_(sink="normal", needs_grad=(*QKV, "sink")), (*QKV, "sink")),
@@ -168,8 +168,8 @@ HIDING: dict[str, tuple[dict[str, Any], str]] = {
     "mask per key": ({"mask": ("B", "1", "1", "Lk")}, "bool"),
     "mask of all": ({"mask": FULL}, "bool"),
     "mask of few scores, which are all computed": ({"mask": FULL, "batch": 1}, "bool"),
-    "mask beside a bias": ({"mask": FULL, "bias": ("1", "Hk", "1", "Lk")}, "bool"),
-    "mask beside a softcap": ({"mask": FULL, "softcap": 2.0}, "bool"),
+    "mask with a bias": ({"mask": FULL, "bias": ("1", "Hk", "1", "Lk")}, "bool"),
+    "mask with a softcap": ({"mask": FULL, "softcap": 2.0}, "bool"),
     "mask in 16 bits": ({"mask": FULL, "dtype": torch.float16}, "bool"),
     "prepared mask": ({"mask": FULL}, "prepared"),
     "prepared keys": ({"mask": ("B", "1", "1", "Lk")}, "prepared"),

@@ -109,7 +109,7 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-4] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
-    # Reasons that count on a GPU alone are left out, and so are preferences of auto there.
+    # Reasons that count only on a GPU are left out, and so are preferences of auto there.
     assert rows["cuda"].startswith("no no device is cpu; ") and "float32" not in str(explanation).split("\n\n")[1]
     assert {"device", "dtype"} <= {reason.code for reason in explanation.verdicts[0].reasons}
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'
@@ -197,10 +197,10 @@ def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: py
             codes = {reason.code for verdict in actual.verdicts for reason in verdict.reasons}
             assert ("unavailable" in codes) is not elsewhere
             assert actual.forward == ("cuda" if elsewhere else None)
-            assert (actual.error is None) is actual.to_dict()["elsewhere"] is elsewhere
+            assert (actual.error is None) is actual.to_dict()["is_hypothetical"] is elsewhere
             told = "no GPU of this machine is sm_90: all backends count as installed there"
             assert (told in str(actual).splitlines()) is elsewhere
-    assert not explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
+    assert not explain_problem((1, 8, 2, 16), device="cpu").problem.is_hypothetical
 
 
 @pytest.mark.parametrize("dims", [(), (3,)], ids=["", "leading dims"])
@@ -258,5 +258,5 @@ def test_bad_description_is_a_value_error(changes: dict[str, Any], text: str) ->
 def test_dtensors_are_explained_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flash_dmattn.explanation.is_dtensor", lambda x: True)
     x = torch.nn.Parameter(torch.randn(1, 8, 2, 16))  # any subclass
-    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None beside DTensors"):
+    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None with DTensors"):
         flash_dmattn.explain(x, x, x, device="sm_90")

@@ -223,7 +223,7 @@ def at_most(limit: int) -> Rule:
 @needs_hints
 @pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
 def test_preferences_of_auto_bind_nothing(limit: int, ours: KernelPair) -> None:
-    """They choose by the length of the sample, and decide speed alone."""
+    """They choose by the length of the sample, and decide only speed."""
     with replaced(OURS.backend.name, auto_rules=(at_most(limit),)):
         program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
     assert (OURS.backend.name in str(program.graph)) == (limit == 100)

@@ -40,8 +40,8 @@ USES = {
     "lists": {"mask": LISTS},
     "list_bias": {"mask": LISTS, "bias": flash_dmattn.biases.ListBias(torch.zeros(2, 3, 1))},
 }
-# No argument names these alone: `return_aux` asks for numbers about rows. Pages are of sequences, a tree is a mask
-# beside them, lists are a mask, and a bias may be by distance or of lists.
+# No argument has only these: `return_aux` asks for statistics of rows. Pages are of sequences, a tree is a mask of
+# sequences, lists are a mask, and a bias may be by distance or of lists.
 PARTS: dict[str, set[str]] = {
     "max_scores": set(),
     "entropy": set(),

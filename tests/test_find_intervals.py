@@ -181,7 +181,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=re.escape("find_intervals is True; with as_tiles=True it needs to be False")):
         PreparedMask.from_mask(mask, find_intervals=True, as_tiles=True)
     layout = flash_dmattn.Sequences.packed(torch.tensor([0, 4]), torch.tensor([0, 4]), max_seqlen_q=4, max_seqlen_k=4)
-    with pytest.raises(ValueError, match=re.escape("find_intervals is True; beside sequences it needs to be False")):
+    with pytest.raises(ValueError, match=re.escape("find_intervals is True; with sequences it needs to be False")):
         PreparedMask.from_mask(mask, seqlen_q=4, seqlen_k=4, sequences=layout, find_intervals=True)
     with pytest.raises(TypeError, match="find_intervals is 1; it needs to be True or"):
         PreparedMask.from_mask(mask, find_intervals=1)  # type: ignore[call-overload]

@@ -15,7 +15,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.backends.flex import blocks
 from flash_dmattn.backends.flex import sequences as flex_sequences
-from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, limits_of
+from flash_dmattn.backends.flex.blocks import BLOCK, dense_tensors, make_limits
 from flash_dmattn.backends.flex.sequences import SequenceBlocks, sequence_blocks, side_sizes
 from flash_dmattn.problem import AttentionProblem, Packing, SequenceSpec
 
@@ -39,7 +39,7 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def check_lists(lists: Sequence[Tensor], pairs: Tensor, is_exact: bool = True) -> None:
-    """Lists name every tile of bool pairs (B, H, Lq, Lk) that has one, tiles of pairs alone as such, columns as rows.
+    """Lists name every tile of bool pairs (B, H, Lq, Lk) that has one, full tiles as such, columns as rows.
 
     Without `is_exact` they may name a tile without a pair as partly allowed.
     """
@@ -103,7 +103,7 @@ def test_limits(
 ) -> None:
     q, k = torch.zeros(1, seqlen_q, 1, 16), torch.zeros(1, seqlen_k, 1, 16)
     problem = flash_dmattn.explain(q, k, k, is_causal=is_causal, window_size=window_size).problem
-    assert limits_of(problem) == limits
+    assert make_limits(problem) == limits
 
 
 # Sequences.
@@ -174,7 +174,7 @@ def five_sequences() -> tuple[Tensor, SequenceSpec]:
     used = {"seqlens_q": torch.tensor([300, 0, 256, 43, 257]), "seqlens_k": torch.tensor([256, 4, 129, 0, 270])}
     sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=270, **used)
     q, k = torch.zeros(860, 4, 1), torch.zeros(676, 2, 1)
-    spec, view = sequences.lay_out(q, k, k)
+    spec, view = sequences.describe_with_view(q, k, k)
     return view.bounds, spec
 
 
@@ -219,7 +219,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         sequences = Sequences.padded(seqlens_q=torch.tensor(used[0]), seqlens_k=torch.tensor(used[1]))
         shapes = [(number, max(1, *n), 2, 1) for n in slots]
     q, k = (torch.zeros(shape) for shape in shapes)
-    spec, (bounds, _) = sequences.lay_out(q, k, k)
+    spec, (bounds, _) = sequences.describe_with_view(q, k, k)
     laid = sequence_blocks(problem_of(spec, "none", window, 2), bounds, None)
     check_sequence_lists(laid, dense_pairs(spec, bounds, None, "none", window, laid), 2)
     for side, lengths, x in ((laid.queries, used[0], q), (laid.keys, used[1], k)):
@@ -232,7 +232,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         for s, n in enumerate(lengths):
             own = (side.sequence == s) & (side.token >= 0)
             assert side.place[own].tolist() == list(range(n))
-            # A row without a token beside them is where one of them is: kernels add NaN of theirs to a gradient there.
+            # A row without a token has the position of one of them: kernels add NaN of theirs to a gradient there.
             in_used_tile = own.view(-1, BLOCK).any(1).repeat_interleave(BLOCK)
             assert set(side.place[in_used_tile].tolist()) <= set(range(n))
 
@@ -245,7 +245,7 @@ def test_wild_tables_leave_no_tensor() -> None:
         wild = [torch.randint(-spread, spread, (n,), generator=generator, dtype=torch.int32) for n in (6, 6, 5, 5)]
         sequences = Sequences("packed", *wild)
         spec = SequenceSpec("packed", 5, 400, 300, 160, 200)
-        bounds = sequences.bounds_of(spec)
+        bounds = sequences.make_bounds(spec)
         mask = torch.ones(5, 1, 160, 200, dtype=torch.bool)
         laid = sequence_blocks(problem_of(spec, "none", (9, 0), 2), bounds, mask)
         for side, tokens, most in ((laid.queries, 400, 160), (laid.keys, 300, 200)):
@@ -292,10 +292,12 @@ def test_layers_share_what_a_batch_needs_once(monkeypatch: pytest.MonkeyPatch) -
     cu = torch.tensor([0, 30, 200], dtype=torch.int32)
     sequences = Sequences.packed(cu)
     q = torch.zeros(200, 2, 1)
-    spec = sequences.spec(q, q, q)
+    spec = sequences.describe(q, q, q)
 
     def layer(sequences: Sequences, window: tuple[int, int]) -> SequenceBlocks:
-        return sequence_blocks(problem_of(spec, "none", window, 2), sequences.lay_out(q, q, q)[1].bounds, None)
+        return sequence_blocks(
+            problem_of(spec, "none", window, 2), sequences.describe_with_view(q, q, q)[1].bounds, None
+        )
 
     first = layer(sequences, (-1, 0))
     assert layer(sequences, (-1, 0)) is first and len(made) == 1

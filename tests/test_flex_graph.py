@@ -18,10 +18,10 @@ import flash_dmattn
 from flash_dmattn.backends.flex import call as flex_call
 from flash_dmattn.backends.flex import graph
 from flash_dmattn.backends.flex.blocks import BLOCK, Blocks, Places, dense_tensors
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.problem import AttentionProblem, MaskView
 from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.reference import formula
-from flash_dmattn.remembered import Remembered
 
 
 class Counter:
@@ -283,7 +283,7 @@ def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
 
 def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each softmax_scale has its own graph, and a graph that was not used for long is forgotten."""
-    monkeypatch.setattr(graph, "_compiled", Remembered(3))
+    monkeypatch.setattr(graph, "_compiled", ClockCache(3))
     q = torch.randn(1, 8, 1, 8)
     with eager_flex(), torch.no_grad():
         for step in range(6):

@@ -25,7 +25,7 @@ def test_fp32_keeps_its_accuracy(backend: Runner, name: str) -> None:
     assert_right(backend(case, inputs), case, inputs, backend.name)
 
 
-# A score of 1000 and a few steps of 1/4, which bfloat16 and float16 round away, beside nothing else.
+# A score of 1000 and a few steps of 1/4, which bfloat16 and float16 round away.
 STEPS = PLAIN.with_(head_dim=32, bias=FULL, bias_dtype=torch.float32, dtype=torch.bfloat16)
 
 

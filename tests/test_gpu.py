@@ -179,7 +179,7 @@ def racing(backend: Runner, race: str) -> tuple[Case, Inputs]:
 
 @pytest.mark.parametrize("race", RACES)
 def test_a_thousand_passes_are_bitwise_equal(backend: Runner, race: str) -> None:
-    """One behind the other on the device, now and then beside a product; the host looks at the end alone."""
+    """One behind the other on the device, now and then during a product; the host synchronises only at the end."""
     case, inputs = racing(backend, race)
     leaves = leaves_of(inputs) if case.needs_grad else [*(x for _, x in inputs.floats()), inputs.sink]
     outputs = attend(backend, case, inputs, leaves, deterministic=True)
@@ -276,7 +276,7 @@ def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) ->
 
 @every_form
 def test_an_exported_program(backend: Runner, form: str) -> None:
-    """It keeps operators alone, and has the gradients of the call."""
+    """It keeps only operators, and has the gradients of the call."""
     case = FORMS[form]
     inputs = in_form(form, case, served(backend, case))
     leaves = leaves_of(inputs)

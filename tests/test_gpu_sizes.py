@@ -1,6 +1,6 @@
 """Kernel backends on a GPU at sizes that 32 bits, a grid dimension or the memory budget would not hold.
 
-Nobody evaluates the formula in fp64 at these sizes. So dout is zero but in a few rows of queries: then those rows alone
+Nobody evaluates the formula in fp64 at these sizes. So dout is zero but in a few rows of queries: then only those rows
 decide every gradient, and out, lse, dq and dbias are compared in them, dk and dv whole.
 """
 

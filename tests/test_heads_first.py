@@ -30,7 +30,7 @@ SHAPES = (2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 16)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers that depend on the shape alone."""
+    """Numbers that depend only on the shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 

@@ -13,7 +13,8 @@ from by_path import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Loads two builds as the package `kernels` does, beside the installed one, and compares them through their operators.
+# Loads two builds as the package `kernels` does, in addition to the installed one, and compares them through their
+# operators.
 LOADS = """
 import importlib.util, sys
 from pathlib import Path

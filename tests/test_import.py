@@ -84,7 +84,7 @@ else:
 
 
 def run(code: str) -> forked.Done:
-    """Run a program in a process that has imported torch alone."""
+    """Run a program in a process that has imported only torch."""
     (done,) = forked.run([({}, code)])
     assert done.status == 0, done.said
     return done

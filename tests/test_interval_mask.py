@@ -251,7 +251,7 @@ def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
     assert not PreparedMask.from_intervals([0] * 9, [9] * 9, 9).is_reordered
 
 
-# Places for live keys alone
+# Places only for live keys
 
 
 def test_how_many_places() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("_version", "definition"),
     ("problem", "reference"),
-    ("remembered",),
+    ("caches",),
     ("sequences",),
     ("masks",),
     ("gradients",),

@@ -186,7 +186,7 @@ def test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor() ->
         with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
             flash_dmattn.attention(*tensors, backend="ours")
         assert [reason.code for reason in caught.value.reasons] == ["shared_mask", "shared_bias"]
-        assert "mask has 3 entries beside a batch of 6; this backend takes 1 or all" in str(caught.value)
+        assert "mask has 3 entries with a batch of 6; this backend takes 1 or all" in str(caught.value)
         flash_dmattn.attention(*tensors)
         assert pair.ran == []
         tensors[3], tensors[4] = tensors[3].expand(2, 3, 1, LQ, LK).contiguous(), tensors[4][:1]

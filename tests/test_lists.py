@@ -470,7 +470,7 @@ def test_a_bias_beside_chosen_values(shape: tuple[int, ...], block_q: int) -> No
     def gradients(way: str) -> tuple[Tensor, ...]:
         q, values, bias = tensors
         by_head = bias.repeat_interleave(2, -3) if bias.dim() > 2 and bias.shape[-3] == 2 else bias
-        if way == "beside":
+        if way == "with":
             out = attention(q, k, k, lists, ListBias(values, bias), backend="eager")
         else:
             both = ListBias(values).dense(lists).repeat_interleave(2, 1) + by_head
@@ -479,7 +479,7 @@ def test_a_bias_beside_chosen_values(shape: tuple[int, ...], block_q: int) -> No
             out = attention(q, k, k, lists.dense(), both, backend="reference")
         return out, *torch.autograd.grad(out.square().sum(), tensors)
 
-    for x, y in zip(gradients("beside"), gradients("dense"), strict=True):
+    for x, y in zip(gradients("with"), gradients("dense"), strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -633,7 +633,7 @@ def test_explain_names_the_lists() -> None:
     assert "lists of 1 blocks of 4 keys for 2 queries" in str(explain(q, k, k, blocks).problem)
 
 
-# ---- Beside sequences
+# ---- With sequences
 
 
 @pytest.mark.parametrize("backend", ("eager", "reference"))
@@ -705,7 +705,7 @@ def test_scores_of_packed_keys_at_lists() -> None:
     pairs = (torch.autograd.grad(x, (q, k, weights), sent) for x in (got, wanted))
     for x, y in zip(*pairs, strict=True):
         torch.testing.assert_close(x, y)
-    with pytest.raises(ValueError, match="blocks of 4 keys beside packed sequences; they need single keys"):
+    with pytest.raises(ValueError, match="blocks of 4 keys with packed sequences; they need single keys"):
         IndexScores(q, k, weights).at(BESIDE["packed, blocks"]._replace(list_heads=1).build().lists)
 
 
@@ -833,15 +833,15 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     (r"ValueError: block_size\[0\] is 0", lambda: listed(INDEX, block_size=0)),
     ("ValueError: .*1; .*from 0 to 0", lambda: listed(INDEX + 1, sequences=TWO)),
     (
-        r"ValueError: block_size\[0\] is 2; beside sequences each query has a list of its own",
+        r"ValueError: block_size\[0\] is 2; with sequences each query has a list of its own",
         lambda: listed(INDEX, block_size=(2, 1), sequences=TWO),
     ),
     (
-        "ValueError: index has a batch of 2; beside these sequences it needs 1",
+        "ValueError: index has a batch of 2; with these sequences it needs 1",
         lambda: listed(INDEX.repeat(2, 1, 1, 1), sequences=TWO),
     ),
     (
-        "ValueError: index has a batch of 3; beside these sequences it needs 2",
+        "ValueError: index has a batch of 3; with these sequences it needs 2",
         lambda: listed(INDEX.repeat(3, 1, 1, 1), sequences=SLOTS),
     ),
     ("ValueError: index has 5 lists and seqlen_q is 7", lambda: listed(INDEX, seqlen_q=7, sequences=TWO)),
@@ -901,7 +901,7 @@ MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ValueError: bias.values has shape", {"bias": ListBias(VALUES[0, 0, 0])}),
     ("ValueError: bias.values has 2 batch dims", {"bias": ListBias(VALUES[None])}),
     (
-        "ValueError: .*beside lists of blocks of 2 keys",
+        "ValueError: .*with lists of blocks of 2 keys",
         {"mask": BLOCKS, "bias": ListBias(VALUES[:, :, :3], torch.zeros(1, 6))},
     ),
     ("ValueError: bias.bias has shape", {"bias": ListBias(VALUES, torch.zeros(5, 7))}),
@@ -933,11 +933,11 @@ def test_mistakes_of_calls(text: str, arguments: dict[str, Any]) -> None:
 PACKED, PADDED = (listed(INDEX, sequences=x) for x in (TWO, SLOTS))
 MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
     (
-        r"TypeError: .*PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)",
+        r"TypeError: .*PreparedMask of the form 'lists'; with sequences.*from_lists\(index, sequences=...\)",
         (1, 5),
         {"mask": LISTS, "sequences": Sequences.padded(seqlens_k=torch.tensor([5]))},
     ),
-    (r"ValueError: .*prepared beside sequences; it needs sequences=mask\.sequences", (1, 5), {"sequences": None}),
+    (r"ValueError: .*prepared with sequences; it needs sequences=mask\.sequences", (1, 5), {"sequences": None}),
     ("ValueError: .*prepared for other Sequences than those of the call", (5,), {"sequences": copy.copy(TWO)}),
     ("ValueError: .*prepared for seqlen_q 5; it needs that of the call, 6", (6,), {}),
     ("ValueError: is_causal is True, but mask was prepared with", (5,), {"is_causal": True}),
@@ -949,7 +949,7 @@ MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ..
     (r"ValueError: .*batch in \{1\}", (5,), {"bias": ListBias(VALUES.expand(2, 1, 5, 4))}),
     (r"ValueError: .*queries or lists in \{5\}", (5,), {"bias": ListBias(VALUES[:, :, :4])}),
     (
-        r"ValueError: bias\.bias is set beside lists of sequences; it needs to be None",
+        r"ValueError: bias\.bias is set with lists of sequences; it needs to be None",
         (5,),
         {"bias": ListBias(VALUES, torch.zeros(5, 6))},
     ),

@@ -23,7 +23,7 @@ import pytest
 import torch
 from layouts import unbacked
 from mask_checks import runs, tiled_mask
-from sequence_pack_calls import guarded, laid_out
+from sequence_pack_calls import guarded, random_strides
 
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import operators, packing
@@ -57,7 +57,7 @@ def check_random() -> None:
 
     for number, (shape, flags) in enumerate(zip(2 * SHAPES, itertools.cycle(WINDOWS))):  # two windows of each shape
         rows, band = shape[2], make_band(*shape[2:], causal_window(*flags))
-        laid, how = laid_out(tiled_mask(*shape, seed=number), random.Random(number))
+        laid, how = random_strides(tiled_mask(*shape, seed=number), random.Random(number))
         laid = laid.expand(shape)
         mask, bools = laid.view(torch.bool), laid != 0
         row, flags_of_keys = (x[:, :, :1] if rows else x.new_ones(*shape[:2], 1, shape[3]) for x in (mask, bools))

@@ -145,7 +145,7 @@ BAD_CALLS = [
         r"mask has dtype torch\.float32; it needs to be torch\.bool",
     ),
     (lambda: topk_mask(ROW, 1, mask=torch.ones(5) > 0), ValueError, r"mask has 5 keys, scores 4; mask needs 1 or"),
-    (lambda: topk_mask(ROW, 1, mask=torch.ones(3, 1, 1) > 0), ValueError, r"scores has 2 heads .* beside 3 heads"),
+    (lambda: topk_mask(ROW, 1, mask=torch.ones(3, 1, 1) > 0), ValueError, r"scores has 2 heads .* with 3 heads"),
     (
         lambda: topk_mask(ROW, 1, mask=(ROW > 0).to("meta")),
         ValueError,

@@ -266,7 +266,7 @@ def test_padding_changes_nothing_for_the_real_tokens(side, options):
     out = layer(padded, attention_mask)
     real = slice(6, None) if left else slice(0, LENGTH)
     torch.testing.assert_close(out[:, real], layer(x), rtol=1e-9, atol=1e-11)
-    if left:  # such a query sees padding alone
+    if left:  # such a query sees only padding
         assert torch.equal(out[:, :6], torch.zeros_like(out[:, :6]))
 
 
@@ -416,10 +416,10 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("hidden_size is 0; it needs to be >= 1", lambda: DynamicMaskAttention(0, 4, head_dim=2)),
         ("num_heads is 0; it needs to be >= 1", lambda: DynamicMaskAttention(24, 0)),
         ("rope_theta is 0; it needs to be above 0", lambda: make_layer(rope_theta=0)),
-        ("v has shape (2, 1, 2, 6); beside k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:, :1], None)),
-        ("v has shape (1, 3, 2, 6); beside k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:1], None)),
-        ("scores has shape (2, 1, 2); beside k", lambda: KVCache().append(NEW, NEW, NEW[:, :1, :, 0])),
-        ("k has shape (3, 2, 6); beside k of shape", lambda: KVCache().append(NEW[0], NEW[0], None)),
+        ("v has shape (2, 1, 2, 6); with k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:, :1], None)),
+        ("v has shape (1, 3, 2, 6); with k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:1], None)),
+        ("scores has shape (2, 1, 2); with k", lambda: KVCache().append(NEW, NEW, NEW[:, :1, :, 0])),
+        ("k has shape (3, 2, 6); with k of shape", lambda: KVCache().append(NEW[0], NEW[0], None)),
         ("scores is None; a layer whose keep_window_size is 5 needs", lambda: call_arguments(None)),
         (
             "scores is a tensor; a layer whose keep_window_size is None needs None",
@@ -442,7 +442,7 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("length is 1; it needs to be 0 to 0", lambda: KVCache().truncate(1)),
         ("max_length is 0", lambda: KVCache(0)),
         (
-            "attention_mask is a tensor; beside sequences it needs to be None",
+            "attention_mask is a tensor; with sequences it needs to be None",
             layer_call(ROWS, attention_mask=torch.ones(1, 8), sequences=PACKED),
         ),
         (
@@ -454,11 +454,11 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             layer_call(ROWS, sequences=Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5]))),
         ),
         (
-            "cache is a KVCache; beside packed sequences it needs to be None",
+            "cache is a KVCache; with packed sequences it needs to be None",
             layer_call(ROWS, cache=KVCache(), sequences=PACKED),
         ),
         (
-            "x has shape (1, 8, 24); beside these sequences it needs to be (tokens, 24)",
+            "x has shape (1, 8, 24); with these sequences it needs to be (tokens, 24)",
             layer_call(ROWS[None], sequences=PACKED),
         ),
         (

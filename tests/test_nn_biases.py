@@ -148,7 +148,7 @@ def by_hand(layer: PairBiasAttention, x: Tensor, pair: Tensor, mask: Tensor | No
 def test_pair_bias_attention(
     batch: tuple[int, ...], pair_dims: tuple[int, ...], mask_dims: tuple[int, ...], masked: bool, is_gated: bool
 ) -> None:
-    """Pairs and masks that rows share, and one entry of padding alone."""
+    """Pairs and masks that rows share, and one entry of only padding."""
     layer = PairBiasAttention(12, 5, num_heads=3, head_dim=8, is_gated=is_gated, dtype=torch.float64)
     filled(layer)
     torch.manual_seed(1)
@@ -157,7 +157,7 @@ def test_pair_bias_attention(
     mask = torch.rand(*mask_dims, 7) < 0.6 if masked else None
     every = None
     if mask is not None:
-        mask.view(-1, 7)[1:2] = False  # padding alone, where rows do not share one mask
+        mask.view(-1, 7)[1:2] = False  # only padding, where rows do not share one mask
         every = mask.expand(*batch, 7).reshape(-1, 7)
     leaves = [x, pair, *layer.parameters()]
     result = layer(x, pair, mask)

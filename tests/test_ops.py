@@ -197,7 +197,7 @@ def random_mask(*shape: int) -> Tensor:
 
 
 def attended(mask: Any = None, tokens: int = 8, **flags: Any) -> None:
-    """Call on one sequence of tokens, or beside sequences, and go back."""
+    """Call on one sequence of tokens, or with sequences, and go back."""
     leading = () if "sequences" in flags and flags["sequences"].layout == "packed" else (len(PADDED.seqlens_k),)
     q, k = (torch.randn(*leading, tokens, heads, 16, requires_grad=True) for heads in (4, 2))
     out, lse = flash_dmattn.attention(q, k, k, mask, return_lse=True, **flags)
@@ -255,7 +255,7 @@ def test_opcheck_of_everything_that_runs() -> None:
             run()
         names.update(seen.names)
         for operator, arguments in calls:
-            # Passes read lengths on the host: what follows shapes alone cannot run them.
+            # Passes read lengths on the host: a tracer of shapes cannot run them.
             reads = "attention" in operator.name()
             checks = ("test_schema", "test_faketensor", *(() if reads else ("test_aot_dispatch_dynamic",)))
             torch.library.opcheck(operator, arguments, test_utils=checks)

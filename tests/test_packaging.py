@@ -107,7 +107,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_of_checkout(tree: Path, *folders: str) -> Path:
-    """Copy folders of the checkout and the files that stand beside them."""
+    """Copy folders of the checkout and the files next to them."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_C.not_built.txt")
     for folder in folders:
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
@@ -203,7 +203,7 @@ def test_editable_install_works_from_elsewhere(mode: str, checkout: Path, tmp_pa
 @builds
 def test_sdist_holds_what_is_tested_and_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     checkout = copy_of_checkout(tmp_path / "checkout", *SOURCES, *TESTED)
-    build("build_sdist", checkout, tmp_path, FLASH_DMATTN_BUILD_CUDA="force")  # which stops a wheel alone
+    build("build_sdist", checkout, tmp_path, FLASH_DMATTN_BUILD_CUDA="force")  # which stops only a wheel
     (sdist,) = tmp_path.glob("*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path)
     (tree,) = tmp_path.glob("flash_dmattn-*/")
@@ -342,10 +342,10 @@ def test_what_a_build_lacks_is_said_before_it_starts(missing: str, tmp_path: Pat
     assert force.returncode == 1 and f"{reason}. Use 'auto' or 'skip' to install without it" in force.stdout
 
 
-# A stand-in for nvidia-smi, and why auto builds nothing beside it; empty if it builds.
+# A stand-in for nvidia-smi, and why auto does not build with it; empty if it builds.
 GPUS = {
     "hopper": ("echo 9.0", ""),
-    "hopper beside another": ("echo 8.9; echo 9.0", ""),
+    "hopper with another": ("echo 8.9; echo 9.0", ""),
     "others": (
         "echo 12.0; echo 8.9; echo 8.9",
         f"the machine of the build had GPUs of compute capability 12.0, 8.9, {ONLY_HOPPER}",

@@ -40,7 +40,7 @@ CASES = {
     "mask": BASE.with_(mask=("1", "1", "Lq", "Lk"), mask_kind="empty_rows"),
     "mask of each head": BASE.with_(mask=("B", "Hq", "Lq", "Lk")),
     "padding": BASE.with_(mask=("B", "1", "1", "Lk")),
-    "padding beside a bias": BASE.with_(mask=("B", "1", "1", "Lk"), bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96),
+    "padding with a bias": BASE.with_(mask=("B", "1", "1", "Lk"), bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96),
     "bias": BASE.with_(bias=("1", "Hq", "Lq", "Lk"), seqlen_k=96),
     "bias in fp32": BASE.with_(bias=("B", "Hq", "Lq", "Lk"), seqlen_k=96, bias_dtype=torch.float32),
     "bias of any rows": BASE.with_(bias=("1", "1", "Lq", "Lk"), batch=8),
@@ -51,7 +51,7 @@ CASES = {
     "few keys": BASE.with_(seqlen_q=20, seqlen_k=40, num_heads_k=4),
     "one query": BASE.with_(seqlen_q=1, seqlen_k=600),
     "one query behind a window": BASE.with_(seqlen_q=1, seqlen_k=600, window_size=(200, 0), softcap=2.0),
-    "one query beside a bias": BASE.with_(seqlen_q=1, seqlen_k=600, bias=("B", "Hq", "1", "Lk")),
+    "one query with a bias": BASE.with_(seqlen_q=1, seqlen_k=600, bias=("B", "Hq", "1", "Lk")),
     "one query of heads that share all keys": BASE.with_(seqlen_q=1, seqlen_k=600, num_heads_k=1, needs_grad=()),
     "no key": BASE.with_(seqlen_k=0),
     "no gradient": BASE.with_(mask=("1", "1", "Lq", "Lk"), needs_grad=()),
@@ -61,7 +61,7 @@ CASES = {
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "beside another": lambda x: torch.cat([x, x], -1)[..., : x.shape[3]],
+    "with another": lambda x: torch.cat([x, x], -1)[..., : x.shape[3]],
     "shifted": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
     "column by column": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
 }
@@ -156,7 +156,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launched: Launched) -> None:
-    """Every class of calls and every layout, on the host alone: the same launches of the same arguments, in order."""
+    """Every class of calls and every layout, only on the host: the same launches of the same arguments, in order."""
     case = CASES[name]
     arrange = LAYOUTS[layout]
     inputs = case.build("cpu")

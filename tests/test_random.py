@@ -18,7 +18,7 @@ import torch
 from accuracy import assert_accurate
 from cases import DEVICE
 from conftest import Runner
-from cuda_forms import ALL_INSTANCES, BIAS_FORMS, bias_form, described, instance_of, laid_out
+from cuda_forms import ALL_INSTANCES, BIAS_FORMS, bias_form, describe_on_meta, described, instance_of
 from descriptors import descriptors_wherever_they_serve
 from draws import (
     CUDA_EDGES,
@@ -48,7 +48,7 @@ KERNEL_EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 200))
 
 
 def check(backend: Runner, drawn: Drawn) -> None:
-    """Every result of a call as fp64 has it; pytest shows the line that rebuilds the call beside whatever fails."""
+    """Every result of a call as fp64 has it; pytest shows the line that rebuilds a failing call."""
     print(f"{drawn.case.repro()} {drawn[1:]}")
     inputs = drawn.case.build()
     with ExitStack() as ways:
@@ -148,7 +148,7 @@ def test_cuda_runs_every_kernel() -> None:
     kernels, differentiated = set(), set()
     refused = with_gradients = 0
     for x in map(draw_cuda, range(1100)):
-        case, (problem, bias) = x.case, laid_out(x)
+        case, (problem, bias) = x.case, describe_on_meta(x)
         kernels.add((instance_of(case), bias_form(bias, case.dtype), case.mask is not None))
         if any(problem.needs_grad):
             with_gradients += 1

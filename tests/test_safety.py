@@ -20,9 +20,9 @@ from gpu_calls import Products
 
 import flash_dmattn
 from flash_dmattn.biases import ListBias, Relative
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.call import plans
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.remembered import Remembered
 from flash_dmattn.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +188,7 @@ print(digest.hexdigest())
 
 
 def test_no_module_loads_code_or_opens_connections() -> None:
-    """Nothing that is read is run: no pickle, eval or download; programs are started by tools alone."""
+    """Nothing that is read is run: no pickle, eval or download; only tools start programs."""
     for path in PRODUCT:
         name = path.relative_to(ROOT / "flash_dmattn").as_posix() if "flash_dmattn" in path.parts else path.name
         for node in ast.walk(ast.parse(path.read_text())):
@@ -299,7 +299,7 @@ def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["triton", "cuda"])
 @pytest.mark.parametrize("kind", ["packed sequences", "lists", "biases by distance", "forward mode"])
 def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
-    """Calls that have kernels of their own, a thousand times beside a busy stream; tests/test_gpu.py has all others."""
+    """Calls that have kernels of their own, a thousand times on a busy GPU; tests/test_gpu.py has all others."""
     torch.manual_seed(0)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     heads_k, rows = 1 if kind == "lists" else 2, (2, 600)
@@ -341,8 +341,8 @@ def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
 
 def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of ever new shapes: once the caches are full, 1,500 more leave no object and no memory."""
-    for table in (x for x in gc.get_objects() if type(x) is Remembered):
-        monkeypatch.setattr(table, "most", min(table.most, 256))
+    for table in (x for x in gc.get_objects() if type(x) is ClockCache):
+        monkeypatch.setattr(table, "max_size", min(table.max_size, 256))
     gc.freeze()  # what a worker holds already, which takes seconds to look through
 
     def step(number: int) -> None:
@@ -369,7 +369,7 @@ def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 # Caches without a bound, by what they are asked for: nothing, or one of a few devices, dtypes and vendors.
 UNBOUNDED = {
-    *("_dims_of", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
+    *("_head_dims", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
     *("driver_overlaps", "find", "installed_instances", "kernels"),
 }
 

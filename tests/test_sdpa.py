@@ -86,7 +86,7 @@ def run(tensors: list[Tensor], **more: Any) -> list[Tensor]:
 
 
 def by_formula(tensors: list[Tensor], is_causal: bool = False, **more: Any) -> list[Tensor]:
-    """By torch's plain formula; what is causal beside a mask is put into the mask."""
+    """By torch's plain formula; causality is put into the mask."""
     *qkv, mask = tensors
     if is_causal:
         below = torch.ones(qkv[0].shape[-2], qkv[1].shape[-2], dtype=torch.bool).tril()
@@ -213,7 +213,7 @@ def test_dtypes(dtype: torch.dtype, autocast: bool, form: str) -> None:
 
 
 def test_autocast_casts_a_float_mask() -> None:
-    """As torch does, beside q in bfloat16 too: of a mask in float32 kernels get what they read fastest."""
+    """As torch does, with q in bfloat16 too: of a mask in float32 kernels get what they read fastest."""
     q, k, v, mask = (x.detach().float() for x in draw(SERVED["each score"], "float"))
     with (
         torch.autocast("cpu", torch.bfloat16),

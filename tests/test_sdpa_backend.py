@@ -105,7 +105,7 @@ def transposed(inputs: Inputs) -> Inputs:
 
 
 def rows_of_min(inputs: Inputs) -> Inputs:
-    """The same with a bias of finfo.min at every key of some queries, beside which scores vanish."""
+    """The same with a bias of finfo.min at every key of some queries, which rounds scores away."""
     assert inputs.bias is not None
     bias = inputs.bias.clone()
     bias[:, :, ::3] = torch.finfo(bias.dtype).min
@@ -113,7 +113,7 @@ def rows_of_min(inputs: Inputs) -> Inputs:
 
 
 FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
-    "fp32 mask beside bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
+    "fp32 mask with bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
     "64 keys of 128, low lse": (
         BASE.with_(seqlen_q=192, seqlen_k=192, dtype=torch.bfloat16, bias=SCORES),
         lambda x: dataclasses.replace(x, bias=x.bias - 100),
@@ -363,7 +363,7 @@ def test_packed_sequences_around_the_operators_of_gpus(
     call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
     explanation = flash_dmattn.explain(*leaves, **call, backend="sdpa", device="sm_80")
     assert (explanation.forward, explanation.backward) == ("sdpa", "sdpa")
-    _, view = sequences.lay_out(q, k, v)
+    _, view = sequences.describe_with_view(q, k, v)
     x = Operands(*(t.detach()[None] for t in leaves), sequences=view)
     problem = explanation.problem
     out, lse = backend.BACKEND.plan_forward(problem)(x)
@@ -396,7 +396,7 @@ def test_packed_sequences_on_a_gpu(rows: str, heads_k: int, dim: int, dtype: tor
     sequences = Sequences.packed(*cu, max_seqlen_q=most, max_seqlen_k=640, **used)
     q, dout = torch.randn(2, 777, 4, dim, dtype=dtype, device=DEVICE)
     k, v = torch.randn(2, 1200, heads_k, dim, dtype=dtype, device=DEVICE)
-    _, view = sequences.lay_out(q, k, v)
+    _, view = sequences.describe_with_view(q, k, v)
     inside_q, inside_k = (
         token_places(view.bounds[:, side].repeat(1, 2), 1, len(x), is_packed=True).is_used
         for side, x in (((0, 1), q), ((2, 3), k))
@@ -569,8 +569,8 @@ def test_a_call_in_fp32_goes_on_where_sdpa_is_switched_off() -> None:
             assert explain_problem(q=(4, 2048, 16, 64), dtype="fp32", device=device, grad=True).backward == wanted
 
 
-# AlphaFold's models keep their pair bias in fp32 beside 16 bits: no pass goes to a backend of last resort, none to flex
-# beside a gradient of the bias, and the extension does not split the call.
+# AlphaFold's models keep their pair bias in fp32 with q in 16 bits: no pass goes to a backend of last resort, none to
+# flex if the bias has a gradient, and the extension does not split the call.
 BIAS_IN_FP32: dict[str, dict[str, Any]] = {
     "shared": {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512)},
     "own": {"q": (4, 2048, 16, 64), "bias": (4, 16, 2048, 2048)},

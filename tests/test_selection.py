@@ -443,7 +443,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
     assert probes == []
 
 
-# The fallback on an accelerator, where this process may use eager alone
+# The fallback on an accelerator, where this process may use only eager
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Masks beside sequences packed by Triton: every bit as PyTorch has it, and the calls that pack theirs."""
+"""Masks of sequences packed by Triton: every bit as in PyTorch, and the calls that pack theirs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_offsets_beyond_int32_and_ways_through_a_call(what: str, number: int) ->
 def test_random_masks_on_a_gpu() -> None:
     for number in range(int(os.environ.get("FLASH_DMATTN_EXAMPLES", "200"))):
         told, check = check_of(number)
-        print(told)  # pytest shows the last one beside a failure
+        print(told)  # pytest shows the last one with a failure
         check()
 
 
@@ -101,7 +101,7 @@ def test_a_graph_follows_masks_and_lengths() -> None:
 def problem_of(
     rows: tuple[int, ...] = (1, 500, 300), most: tuple[int, int] = (300, 300), device: str = "sm_90", **more: object
 ) -> Explanation:
-    """A call with a bool mask beside three packed sequences of 500 tokens in all."""
+    """A call with a bool mask of three packed sequences of 500 tokens in all."""
     spec = SequenceSpec("packed", 3, 500, 500, *most)
     return explain_problem(
         (1, 500, 2, 16), device=device, mask=rows, sequences=spec, grad=True, backend="triton", **more
@@ -149,7 +149,7 @@ def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
     sequences = Sequences.packed(torch.tensor([0, 200, 500]), max_seqlen_q=300)
     q, mask = torch.zeros(500, 2, 16), torch.rand(2, 500, 300) < 0.3
     problem = flash_dmattn.explain(q, q, q, mask, is_causal=True, sequences=sequences).problem
-    view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.lay_out(q, q, q)[1])
+    view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.describe_with_view(q, q, q)[1])
     tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
     assert view.form == "sequence_tiles" and all(map(torch.equal, view.tensors, tiles.tensors))
 
@@ -174,7 +174,7 @@ def test_compiled(arch: str) -> None:
     """Masks are read and bits written as wide as they may be."""
     from compiled_triton import sequence_packing_jobs
 
-    widths = {16: {"v4.b32"}, 4: set(), 1: {"b8"}}  # beside bounds, of 4 bytes
+    widths = {16: {"v4.b32"}, 4: set(), 1: {"b8"}}  # in addition to bounds, of 4 bytes
     seen = set()
     for job in {job.key: job for job in sequence_packing_jobs(arch)}.values():
         kernel, constants, loads, stores = frugal(job)

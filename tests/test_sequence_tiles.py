@@ -1,4 +1,4 @@
-"""Masks prepared beside sequences: every tensor against a loop, calls of every backend, and every refusal."""
+"""Masks prepared for sequences: every tensor against a loop, calls of every backend, and every refusal."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def tiles_of(mask: Tensor = MASK, sequences: Any = EDGES, **options: Any) -> Seq
 
 # The error that each call raises.
 BAD: dict[str, Callable[[], Any]] = {
-    "ValueError: mask was prepared beside sequences; it needs sequences=mask.sequences beside it": lambda: attention(
+    "ValueError: mask was prepared with sequences; it needs sequences=mask.sequences with it": lambda: attention(
         Q[None], Q[None], Q[None], tiles_of()
     ),
     (
@@ -245,12 +245,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: window_size is (3, -1), but mask was prepared with": lambda: attention(
         Q, Q, Q, tiles_of(), window_size=(3, -1), sequences=EDGES
     ),
-    "ValueError: seqlen_q is None; beside sequences it needs to be q.shape[-3]": lambda: tiles_of(seqlen_q=None),
+    "ValueError: seqlen_q is None; with sequences it needs to be q.shape[-3]": lambda: tiles_of(seqlen_q=None),
     (
-        "ValueError: seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1]"
+        "ValueError: seqlen_k is None; with sequences it needs to be k.shape[-3], of pages block_table.shape[1]"
         " * page_size"
     ): lambda: tiles_of(seqlen_k=None),
-    "ValueError: reorder is True; beside sequences it needs to be None": lambda: tiles_of(reorder=True),
+    "ValueError: reorder is True; with sequences it needs to be None": lambda: tiles_of(reorder=True),
     "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences": lambda: tiles_of(
         sequences=torch.tensor([0, 3, 8])
     ),

@@ -52,7 +52,7 @@ def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
 def draw_options(name: str) -> dict[str, Any]:
     """Arguments of a draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
     if name == "flex":
-        return {**ON_GPU, "dtypes": (torch.float32,)}  # beside a sink it rounds an out of 16 bits once more
+        return {**ON_GPU, "dtypes": (torch.float32,)}  # with a sink it rounds an out of 16 bits once more
     return {} if name in ("eager", "reference") else ON_GPU
 
 
@@ -83,7 +83,7 @@ def centred(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("centred")
 @pytest.mark.parametrize(("number", "name"), ((164, "dq"), (221, "dq"), (221, "dk"), (323, "dk")))
 def test_gradients_of_few_rows_may_be_unlucky_and_not_wrong(number: int, name: str) -> None:
-    """Deltas off by twice what rounding of out leaves in them pass beside a lucky yardstick; by 6 times, not."""
+    """Deltas off by twice what rounding of out leaves in them pass with a lucky yardstick; by 6 times, not."""
     call = draw(number, dtypes=(torch.bfloat16,))
     assert call.flags["dropout_p"] == 0.0, "a GPU draws another dropout, and with it another yardstick"
     exact, in_dtype, dense = expected(call)
@@ -131,7 +131,7 @@ def test_a_few_weights_may_be_rounded_unluckily_and_not_wrong(number: int) -> No
 @pytest.mark.usefixtures("centred")
 @pytest.mark.parametrize(("number", "name"), ((170, "dsink"), (1170, "dsink"), (612, "dbias")))
 def test_sums_at_queries_beside_a_sink_in_16_bits(number: int, name: str) -> None:
-    """One sum of many roundings may be further off than plain PyTorch is by luck, beside rows of no sequence too."""
+    """One sum of many roundings may be further off than plain PyTorch is by luck, also with rows of no sequence."""
     call = draw(number, dtypes=ON_GPU["dtypes"][:2])
     assert call.sink is not None and name[1:] in call.needs_grad
     results = run(call, "eager")
@@ -263,11 +263,11 @@ def test_a_traced_layout_asks_for_no_capture(monkeypatch: pytest.MonkeyPatch) ->
     """Compilers cannot trace the question, and a fake tensor of a GPU stands for theirs."""
     asked: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True))
-    monkeypatch.setattr(Sequences, "_laid_out", lambda *_: None)  # which a torch without CUDA cannot trace on a GPU
+    monkeypatch.setattr(Sequences, "_make_view", lambda *_: None)  # which a torch without CUDA cannot trace on a GPU
     with FakeTensorMode():
         edges = torch.empty(3, dtype=torch.int32, device="cuda")
         q = torch.empty(8, 2, 16, device="cuda")
-        Sequences.packed(edges, max_seqlen_q=5).lay_out(q, q, q)
+        Sequences.packed(edges, max_seqlen_q=5).describe_with_view(q, q, q)
     assert asked == []
 
 
@@ -336,15 +336,15 @@ def test_each_table_alone_is_followed(kind: str, name: str, dtype: torch.dtype, 
         changed: Any = getattr(sequences, name)
         if writer == "NumPy":
             changed = changed.numpy()
-        kept = sequences.lay_out(q, k, k)[1]
-        assert sequences.lay_out(q, k, k)[1] is kept
+        kept = sequences.describe_with_view(q, k, k)[1]
+        assert sequences.describe_with_view(q, k, k)[1] is kept
         before = [x.clone() for x in kept.tensors]
         if writer == "NumPy, later":
             changed = changed.numpy()
         changed[(1, 0) if changed.ndim == 2 else 1] -= 1
-        view = sequences.lay_out(q, k, k)[1]
-        assert view is not kept and sequences.lay_out(q, k, k)[1] is view
-        anew = replace(sequences).lay_out(q, k, k)[1]
+        view = sequences.describe_with_view(q, k, k)[1]
+        assert view is not kept and sequences.describe_with_view(q, k, k)[1] is view
+        anew = replace(sequences).describe_with_view(q, k, k)[1]
         assert all(torch.equal(x, y) for x, y in zip(view.tensors, anew.tensors, strict=True))
         assert not all(torch.equal(x, y) for x, y in zip(view.tensors, before, strict=True))
 
@@ -371,7 +371,7 @@ def test_bounds_never_leave_the_tensors(seed: int) -> None:
 
     sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
     spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
-    bounds = sequences.bounds_of(spec)
+    bounds = sequences.make_bounds(spec)
     assert bounds.dtype == torch.int32
     for column, rows in ((0, rows_q), (2, rows_k)):
         first, length = bounds[:, column].long(), bounds[:, column + 1].long()
@@ -455,7 +455,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences": lambda: attention(
         X, X, X, sequences=cu(0, 8)
     ),
-    "ValueError: q has 4 dimensions, shape (1, 8, 2, 4); beside packed sequences it needs 3, (queries of all": lambda: (
+    "ValueError: q has 4 dimensions, shape (1, 8, 2, 4); with packed sequences it needs 3, (queries of all": lambda: (
         attention(X[None], X, X, sequences=TWO)
     ),
     "ValueError: v has 4 dimensions": lambda: attention(X, X, X[None], sequences=TWO),
@@ -468,11 +468,11 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: q requires grad; keys in pages have no gradients": lambda: attention(
         ONE_Q.clone().requires_grad_(), POOL, POOL, sequences=paged([[0], [1]], [1, 2])
     ),
-    "ValueError: mask has 2 dimensions, shape (8, 8); beside sequences it needs 4 dimensions": lambda: attention(
+    "ValueError: mask has 2 dimensions, shape (8, 8); with sequences it needs 4 dimensions": lambda: attention(
         X, X, X, torch.ones(8, 8, dtype=torch.bool), sequences=TWO
     ),
     (
-        "ValueError: bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, "
+        "ValueError: bias has 3 dimensions, shape (2, 5, 5); with sequences it needs 4 dimensions, "
         "(sequences, heads, max_seqlen_q, max_seqlen_k)"
     ): lambda: attention(
         CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(seqlens_k=cu(5, 5))
@@ -508,7 +508,7 @@ BAD: dict[str, Callable[[], Any]] = {
         "in {1, 2}, queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}; by position in each sequence it has "
         "4 dimensions, bias[None]"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 5, 5), sequences=TWO),
-    "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool": lambda: attention(
+    "TypeError: mask is a PreparedMask of the form 'tiles'; with sequences it needs to be a bool": lambda: attention(
         X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
     ),
 }
@@ -674,8 +674,8 @@ def test_no_bound_reaches_into_a_pool_without_pages() -> None:
     """Kernels take the nearest page that there is: of none there is no nearest."""
     pool = torch.zeros(0, 4, 2, 16)
     sequences = Sequences("paged", seqlens_k=cu(5), block_table=torch.zeros(1, 2, dtype=torch.int32))
-    spec = sequences.spec(torch.zeros(1, 1, 2, 16), pool, pool)
-    assert sequences.bounds_of(spec).tolist() == [[0, 1, 0, 0]]
+    spec = sequences.describe(torch.zeros(1, 1, 2, 16), pool, pool)
+    assert sequences.make_bounds(spec).tolist() == [[0, 1, 0, 0]]
 
 
 def test_what_sequences_share_is_summed_in_fp32() -> None:

@@ -415,7 +415,7 @@ def plain_region(x: Tensor) -> Tensor:
 
 
 def nested_region(x: Tensor) -> Tensor:
-    """The outer region calls nothing itself, so that the inner one alone is seen around a call."""
+    """The outer region calls nothing itself, so that only the inner one is seen around a call."""
 
     def outer(x: Tensor) -> Tensor:
         return checkpoint(attend, checkpoint(attend, x, use_reentrant=False), use_reentrant=False)
@@ -560,7 +560,7 @@ BAD = (
 
 
 def in_environments(*built: tuple[str, str, str]) -> list[str]:
-    """Run each code beside a value of a variable; return its output, or the last line of its error."""
+    """Run each code with a value of a variable; return its output, or the last line of its error."""
     actual = forked.run([({variable: value}, CALL + code) for code, variable, value in built])
     return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in actual]
 

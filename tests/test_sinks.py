@@ -25,7 +25,7 @@ CASES = {
     "none for some heads": BASE.with_(sink="inf", mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=PER_QUERY),
     "huge": BASE.with_(sink="huge", mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=PER_QUERY),
     "alone": BASE.with_(needs_grad=("sink",), bias=FULL),
-    "beside others": BASE.with_(needs_grad=("v", "sink"), sink_dtype=torch.float64),
+    "with others": BASE.with_(needs_grad=("v", "sink"), sink_dtype=torch.float64),
     "without its gradient": BASE.with_(needs_grad=ALL, bias=PER_QUERY),
     "no keys": BASE.with_(seqlen_k=0, bias=PER_QUERY),
     "no queries": BASE.with_(seqlen_q=0),

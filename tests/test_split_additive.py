@@ -20,7 +20,7 @@ VALUES = [-1e9, -1e6, -2.4e38, torch.finfo(torch.float32).min, -1e4, float("-inf
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_parts", split.Kept())
+    monkeypatch.setattr(split, "_splits", split.TensorCache())
 
 
 @pytest.fixture
@@ -239,13 +239,13 @@ def test_nothing_is_kept_of_a_tensor_that_ended(young_heap: None) -> None:
         part = x[:, :]
         mask, rest = split_additive(part)
         alive = [weakref.ref(x), weakref.ref(mask)]
-        assert len(split._parts) == 1
+        assert len(split._splits) == 1
         del part, mask, rest
         gc.collect()
-        assert alive[0]() is x and len(split._parts) == 1
+        assert alive[0]() is x and len(split._splits) == 1
         del x
         gc.collect()
-        assert alive[0]() is None and alive[1]() is None and len(split._parts) == 0
+        assert alive[0]() is None and alive[1]() is None and len(split._splits) == 0
 
 
 def test_slices_without_end_are_bounded() -> None:
@@ -253,7 +253,7 @@ def test_slices_without_end_are_bounded() -> None:
     x = torch.zeros(300)
     for length in range(1, 300):
         split_additive(x[:length])
-    assert len(split._parts) == split._parts.most == 64
+    assert len(split._splits) == split._splits.max_size == 64
     mask = split_additive(x[:299])[0]
     assert mask.shape == (299,)
 
@@ -273,7 +273,7 @@ def test_no_tensor_without_a_version_is_kept() -> None:
     assert split_additive(shared)[0].tolist() == [[True, False]]
     learned = torch.zeros(1, 2, requires_grad=True)
     assert split_additive(learned)[1] is not split_additive(learned)[1]
-    assert len(split._parts) == 0
+    assert len(split._splits) == 0
 
 
 def test_in_one_graph() -> None:
@@ -328,7 +328,7 @@ def test_transforms() -> None:
     gradient = torch.func.grad(lambda x: split_additive(x)[1].sum())(x)  # type: ignore[union-attr]
     assert torch.equal(gradient, wanted.to(gradient.dtype))
     meta, kept = split_additive(torch.zeros(2, 3, device="meta"))
-    assert meta.is_meta and kept is not None and len(split._parts) == 1
+    assert meta.is_meta and kept is not None and len(split._splits) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""Sums of probabilities by key and by listed key, and the loss of a selector: beside p itself in fp64."""
+"""Sums of probabilities by key and by listed key, and the loss of a selector, against p in fp64."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def described_sequences(seed: int) -> AttentionProblem:
 
 
 def described_band(seed: int) -> AttentionProblem:
-    """The same of a bias by query and distance, whose values entries or heads may share, or beside packed sequences."""
+    """The same of a bias by query and distance, whose values entries or heads may share, or with packed sequences."""
     pick = random.Random(seed)
     band: dict[str, Any] = {"by_distance": ByDistance(4, "zero", True), "device": "sm_90", "dtype": "bf16"}
     band |= {"grad": True, "bias_grad": pick.random() < 0.7}

@@ -69,7 +69,7 @@ def test_gradients_of_tangents_in_chunks(number: int) -> None:
 
 
 def test_no_matrix_of_scores_exists() -> None:
-    """Eager holds chunks alone, also for the gradients of tangents."""
+    """Eager has only chunks in memory, also for the gradients of tangents."""
     q, k, v, t = (torch.randn(1, 512, 1, 4, requires_grad=True) for _ in range(4))
     flash_dmattn.backends.eager.set_chunk_bytes(2**17)
 
@@ -102,7 +102,7 @@ def test_explain_names_the_backend_of_tangents(backend: Any, head_dim: int, name
 
 
 def test_a_loss_with_tangents_names_who_differentiates_them() -> None:
-    """A backend that computes tangents alone is refused by name; auto takes eager for the gradients."""
+    """A backend that only computes tangents is refused by name; auto takes eager for the gradients."""
     x = Case(dtype=torch.float64).build("cpu")
     q = x.q.clone().requires_grad_()
 

@@ -1,4 +1,4 @@
-"""transformers: the dynamic-mask language model beside its formula in plain PyTorch, its caches, files and training."""
+"""transformers: the dynamic-mask language model against its formula in PyTorch, its caches, files and training."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_other_unions_are_evaluated() -> None:
 @pytest.mark.parametrize("queries", [1, 3, 8])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "image blocks"])
 def test_the_last_queries_of_a_mask(name: str, queries: int) -> None:
-    """Layers that take keys from others compute their last queries alone, and slice the mask by rows."""
+    """Layers that take keys from others compute only their last queries, and slice the mask by rows."""
     config = transformers.Gemma4TextConfig(**FAMILIES["gemma4"].arguments)
     function = image_mask(BLOCKS) if name == "image blocks" else FUNCTIONS[name]()
     documents = name.startswith("documents")

@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 if hasattr(masking_utils, "sliding_window_bidirectional_mask_function"):
     FUNCTIONS["both ways"] = lambda: masking_utils.sliding_window_bidirectional_mask_function(2)
-# Said beside the function, for those who look whether they may leave the mask out.
+# Checked by code that looks whether it may leave the mask out.
 LOCAL_SIZES = {"window": 3, "window of one key": 1, "window beyond": 99, "both ways": 2, "documents and window": 3}
 # Lq, Lk, the position of the first query, the position of the first key
 PLACES = {
@@ -241,7 +241,7 @@ def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> Non
     mask = None if side is None else padding(8, side).bool()
     options = {**arguments(PLACES["training"], UNKNOWN[name], mask), "use_vmap": name == "vmap"}
     assert read_rule(UNKNOWN[name]) is None
-    result = make_mask(**options, local_size=1)  # says that causality alone is not all
+    result = make_mask(**options, local_size=1)  # says that there is more than causality
     assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 

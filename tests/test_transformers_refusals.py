@@ -266,7 +266,7 @@ def test_what_is_known_of_limits_goes_with_them() -> None:
 
 
 def test_packed_sequences_with_padding() -> None:
-    """A mask beside cu_seq_lens_q counts: its padding forbids keys, its window holds within each sequence."""
+    """A mask with cu_seq_lens_q counts: its padding forbids keys, its window holds within each sequence."""
     kept = torch.tensor([True, False, True, True, True, False])
     mask = LayerMask((1, 1, 6, 6), padding=kept[None, None, None], is_causal=True, window=(1, 0))
     result = call(cu_seq_lens_q=LIMITS, attention_mask=mask)

@@ -88,7 +88,7 @@ def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
 @pytest.mark.parametrize("limits_are", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_packed_documents_that_a_collator_describes(name: str, limits_are: torch.dtype, counted: Counted) -> None:
-    """cu_seq_lens_q and the like, with the cache that models make by default: as each document alone."""
+    """cu_seq_lens_q and the like, with the cache that models make by default: as separate documents."""
     model = make(name).train()
     tokens = inputs(model, "causal")["input_ids"][:1]
     limits_of = torch.tensor([0, 4, 10, 14], dtype=limits_are)

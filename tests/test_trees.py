@@ -107,7 +107,7 @@ BAD: dict[str, Callable[[], Any]] = {
         torch.ones(2, 2) > 0
     ),
     "ValueError: tree has shape (1, 2, 3); it needs to be": lambda: from_tree(torch.ones(1, 2, 3) > 0),
-    "ValueError: mask is a tree, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
+    "ValueError: mask is a tree, of the new tokens of sequences; it needs sequences= with it": lambda: attention(
         Q, Q, Q, TREE
     ),
     "ValueError: mask is a tree of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
@@ -135,7 +135,7 @@ BAD: dict[str, Callable[[], Any]] = {
         Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES
     ),
     (
-        "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool torch.Tensor, "
+        "TypeError: mask is a PreparedMask of the form 'tiles'; with sequences it needs to be a bool torch.Tensor, "
         "or a prepared mask of PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
     ): lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
 }

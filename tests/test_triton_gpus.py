@@ -26,7 +26,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, SequenceSpec
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
-from flash_dmattn.triton_kernels.precision import word_of
+from flash_dmattn.triton_kernels.precision import problem_precision
 
 ARCHS = [gpu.arch for gpu in GPUS]
 compiles = pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPa
 
 @needs_triton
 def test_rows_of_the_tile_table_can_be_compiled() -> None:
-    """Triton has tensors of 2^n values alone; head dims are padded to them; on AMD GPUs no loop has a pipeline."""
+    """Triton has only tensors of 2^n values; head dims are padded to them; on AMD GPUs no loop has a pipeline."""
     from flash_dmattn.triton_kernels import tile_table
 
     sizes, tiles, on_amd = set[int](), set[tile_table.Tile](), set[tile_table.Tile]()
@@ -231,7 +231,7 @@ def test_products_of_pieces_are_taken_where_tensor_cores_pay() -> None:
         ).problem
         kind = Variant if few else SequenceVariant
         call = kind(64, dtype=torch.float32, seqlen_q=1, **({} if few else {"layout": "padded"})).call("sm_90")
-        assert word_of(problem) == call.precision == ("ieee" if few else "fp16x3")
+        assert problem_precision(problem) == call.precision == ("ieee" if few else "fp16x3")
 
 
 @needs_triton

@@ -19,16 +19,16 @@ from out_of_tree import replaced, rules_without
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.entropy import SentEntropy
-from flash_dmattn.remembered import Remembered
 
 pytestmark = needs_triton
 
 
 class Compiled:
-    """As Triton's compiled kernel is called: by itself, or `[grid]` for all that Triton does beside."""
+    """As Triton's compiled kernel is called: by itself, or `[grid]` for all else that Triton does."""
 
     function, packed_metadata = 11, (4, 1, 0)
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=1000)
@@ -69,7 +69,7 @@ class Kernel:
 
 @pytest.fixture
 def vendor() -> str:
-    """The vendor of the GPU, by the name of Triton's backend: NVIDIA's driver alone is called."""
+    """The vendor of the GPU, by the name of Triton's backend: only NVIDIA's driver is called."""
     return "hip"
 
 
@@ -334,12 +334,12 @@ def test_descriptors_are_made_by_triton(streams: list[int]) -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembered[Any]]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClockCache[Any]]:
     """The plans of calls on CPU tensors, whose kernels do nothing."""
     from flash_dmattn.triton_kernels import kernel_launch, launch
 
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda *_: None)
-    monkeypatch.setattr(launch, "plans", Remembered(4096))
+    monkeypatch.setattr(launch, "plans", ClockCache(4096))
     with replaced("triton", rules=rules_without("triton", "device")):
         yield launch.plans
 
@@ -352,7 +352,7 @@ def attend(q: Tensor, k: Tensor | None = None, bias: Tensor | None = None, **fla
 SHAPE = (1, 16, 2, 16)
 
 
-def test_only_fp32_asks_whether_tf32_is_allowed(plans: Remembered[Any]) -> None:
+def test_only_fp32_asks_whether_tf32_is_allowed(plans: ClockCache[Any]) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         for dtype, made in ((torch.bfloat16, 1), (torch.float32, 3)):
@@ -369,7 +369,7 @@ def test_only_fp32_asks_whether_tf32_is_allowed(plans: Remembered[Any]) -> None:
     [((0, 4, 2, 16), (0, 4, 2, 16)), ((1, 0, 2, 16), (1, 4, 2, 16)), ((1, 4, 2, 16), (1, 0, 2, 16))],
 )
 def test_an_empty_call_plans_nothing(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: Remembered[Any]
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], plans: ClockCache[Any]
 ) -> None:
     out, lse = attend(torch.randn(q_shape), torch.randn(k_shape), return_lse=True)
     assert out.shape == q_shape and bool((out == 0).all())
@@ -377,7 +377,7 @@ def test_an_empty_call_plans_nothing(
     assert not plans
 
 
-def test_a_plan_serves_all_places_of_one_alignment(plans: Remembered[Any]) -> None:
+def test_a_plan_serves_all_places_of_one_alignment(plans: ClockCache[Any]) -> None:
     """Modulo 16 bytes, by which Triton compiles; one tensor off it does not make the places of others count."""
     queries = [torch.randn(16 * 2 * 16 + 1)[1:].view(SHAPE) for _ in range(20)]
     keys = [torch.randn(SHAPE) for _ in queries]
@@ -387,7 +387,7 @@ def test_a_plan_serves_all_places_of_one_alignment(plans: Remembered[Any]) -> No
     assert len(plans) == 1
 
 
-def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered[Any]) -> None:
+def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: ClockCache[Any]) -> None:
     from flash_dmattn.backends.triton.passes import GROUP_ROWS_FROM
 
     attend(torch.randn(1, 16, 16, 2).transpose(2, 3))  # the plan of the copies
@@ -397,7 +397,7 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered
 
 
 def test_the_heads_of_a_group_are_written_to_out_itself(
-    plans: Remembered[Any], monkeypatch: pytest.MonkeyPatch
+    plans: ClockCache[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
@@ -411,14 +411,14 @@ def test_the_heads_of_a_group_are_written_to_out_itself(
         assert written is out
 
 
-class Keys(Remembered[Any]):
+class Keys(ClockCache[Any]):
     """A table that remembers nothing but the keys that it was asked for."""
 
     def __init__(self) -> None:
         super().__init__(1)
         self.asked: list[Any] = []
 
-    def find(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, key: Any, make: Callable[[], Any]) -> Any:
         self.asked.append(key)
         return lambda *_: ()
 
@@ -434,7 +434,7 @@ FLAGS = Flags(3, 4, 0.5, 2.0, False)
 OTHER_FLAGS = {
     **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "zero", "block_q", "block_k", "list_size")},
     **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
-    **{name: True for name in ("deterministic", "one_mask_row", "chosen")},
+    **{name: True for name in ("deterministic", "one_mask_row", "is_list_bias")},
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",

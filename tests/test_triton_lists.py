@@ -1,4 +1,4 @@
-"""Attention over lists on the Triton kernels, in Triton's interpreter, beside autograd of the dense formula."""
+"""Attention over lists on the Triton kernels, in Triton's interpreter, against autograd of the dense formula."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
 
 @pytest.mark.parametrize("needed", (*NeedsGrad._fields, None), ids=str)
 def test_gradients_of_few_keys_that_feel_the_rounding_of_out(needed: str | None) -> None:
-    """All that take delta, each alone; dsink sums it over all rows, which average its rounding."""
+    """All gradients that need delta, one at a time; dsink sums it over all rows, which average its rounding."""
     from flash_dmattn.triton_kernels.launch import needs_fp32_delta
 
     needs = NeedsGrad() if needed is None else NeedsGrad(**{needed: True})

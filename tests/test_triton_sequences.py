@@ -14,7 +14,7 @@ from cases import DEVICE
 from conftest import needs_triton
 from sequence_calls import draw
 
-from flash_dmattn.problem.checks import packing_of
+from flash_dmattn.problem.checks import find_packing
 
 pytestmark = needs_triton
 
@@ -69,11 +69,11 @@ def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
     seen: set[object] = set()
     for number in range(400):
         call = draw(number, None, (0, 1, 31, 33, 65), (torch.float32,), is_loose=True)
-        spec = call.sequences.spec(call.q, call.k, call.v)
+        spec = call.sequences.describe(call.q, call.k, call.v)
         seen.add(spec.layout)
         for name in ("mask", "bias"):
             x = getattr(call, name)
-            seen.add((name, "none" if x is None else packing_of(name, x.shape, spec)))
+            seen.add((name, "none" if x is None else find_packing(name, x.shape, spec)))
         table = call.sequences.block_table
         seen.add(("wrong page", table is not None and bool((table >= call.k.shape[0]).any())))
         if call.lengths[0][0] > 64:

@@ -52,7 +52,7 @@ def test_results_of_attention_with_a_flag_that_is_a_variable(return_lse: bool) -
 
 
 def in_parallel(group: dist.ProcessGroup, layout: SequenceLayout, return_lse: bool) -> None:
-    """Is read by mypy alone: a group has several processes."""
+    """Only for mypy: a group has several processes."""
     assert_type(context_parallel_attention(Q, Q, Q, group=group, layout=layout, is_causal=True), Tensor)
     results = context_parallel_attention(Q, Q, Q, group=group, layout=layout, return_lse=True)
     assert_type(results, tuple[Tensor, Tensor])

@@ -135,7 +135,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "softcap too small for the scale": (
         {"softcap": 1e-30, "softmax_scale": 1e10},
         ValueError,
-        ("softcap is 1e-30 beside softmax_scale 10000000000.0", "larger"),
+        ("softcap is 1e-30 with softmax_scale 10000000000.0", "larger"),
     ),
     "scale beyond float32": ({"softmax_scale": -1e39}, ValueError, ("softmax_scale is -1e+39", "finite in float32")),
     "scale infinite": ({"softmax_scale": -math.inf}, ValueError, ("softmax_scale is -inf", "finite")),
@@ -226,7 +226,7 @@ WRONG_NAMES = {
     "attn_bias": "write bias=",
     "attn_mask": "write mask= where it is bool, bias= where it is added to scores",
     "key_padding_mask": r"write mask=masks.padding_mask\(...\)",
-    "need_weights": 'write return_probs= beside backend="reference"',
+    "need_weights": 'write return_probs= with backend="reference"',
     "cu_seqlens_q": r"write sequences=Sequences.packed\(...\)",
     "block_mask": r"write mask=PreparedMask.from_mask_mod\(...\)",
     "training": r"write dropout_p=0\.0 where it is False",

@@ -35,10 +35,10 @@ LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
 # Lengths around the edges of tiles of a packed mask.
 TILE_LENGTHS = (0, 1, 33, 127, 128, 129, 200, 300)
-MOST_ROWS = 600 if DEVICE == "cpu" else 2**31  # queries of all heads beside such a mask
+MOST_ROWS = 600 if DEVICE == "cpu" else 2**31  # queries of all heads with such a mask
 # Elements of a margin. No tile before the first sequence reaches as far.
 FAR = 100_000
-# Biases beside two sequences, and the most keys of a sequence.
+# Biases with two sequences, and the most keys of a sequence.
 LATE_BIASES = (
     *((bias, 64) for bias in (("Hq", "Tq", "Lk"), ("Hq", "1", "Tk"), ("1", "Tq", "Lk"), ("1", "Hq", "1", "Lk"))),
     (("B", "Hq", "Lq", "Lk"), 40),
@@ -52,7 +52,7 @@ def drawn_call(
 
 
 def run(call: SequenceCall, **how: Any) -> Results:
-    """The results of the kernels; in the interpreter nothing may be written beside them."""
+    """The results of the kernels; in the interpreter no kernel may write outside of them."""
     results = run_on(call, BACKEND, **how)
     if DEVICE == "cpu":
         interpreter.assert_margins()

@@ -9,8 +9,8 @@ from flash_dmattn.sequences.cache_writes import CacheWrite
 
 from .kernel_launch import ceil_div, launch
 
-# A program copies up to _TILE_BYTES bytes of k, and at most _MOST_ROWS rows. Up to _FEW rows in all (tokens times
-# heads), programs take _FEW_ROWS rows each, because larger tiles would leave part of the GPU idle.
+# A program copies up to _TILE_BYTES bytes of k, and at most _MOST_ROWS rows. If there are at most _FEW rows in total
+# (tokens times heads), a program copies _FEW_ROWS rows, because larger tiles would leave part of the GPU idle.
 _TILE_BYTES, _MOST_ROWS = 8192, 32
 _FEW, _FEW_ROWS = 4096, 4
 
@@ -48,7 +48,7 @@ def append_kernel(
 
     New tokens have `slots` rows for each sequence, or are packed (PACKS_TOKENS): one row after the other. Strides are
     (entry, row, head, dim). PAGE is the size of a page, 0 without a `table` of pages; entries of the table are clamped.
-    Rows of no sequence are skipped, and so are tokens that would stand before the first key of their sequence.
+    Rows of no sequence are skipped, and so are tokens whose position is before the first key of their sequence.
     """
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     row = tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)
@@ -61,25 +61,25 @@ def append_kernel(
             is_later = tl.load(bounds + middle * 4) > row
             high = tl.where(is_later, middle, high)
             low = tl.where(is_later, low, middle)
-        own = low
-        token = row - tl.load(bounds + own * 4)
+        sequence = low
+        token = row - tl.load(bounds + sequence * 4)
         from_entry, from_row = row.to(tl.int64) * 0, row.to(tl.int64)
     else:
-        own = tl.where(is_row, row // slots, 0)
+        sequence = tl.where(is_row, row // slots, 0)
         token = row % slots
-        from_entry, from_row = own.to(tl.int64), token.to(tl.int64)
-    tokens = tl.load(bounds + own * 4 + 1)
-    keys = tl.load(bounds + own * 4 + 3)
+        from_entry, from_row = sequence.to(tl.int64), token.to(tl.int64)
+    tokens = tl.load(bounds + sequence * 4 + 1)
+    keys = tl.load(bounds + sequence * 4 + 3)
     place = keys - tokens + token
     is_written = is_row & (token >= 0) & (token < tokens) & (place >= 0)
     if PAGE > 0:
-        at = table + own.to(tl.int64) * table_row + place // PAGE
+        at = table + sequence.to(tl.int64) * table_row + place // PAGE
         page = tl.load(at, mask=is_written, other=0)
         entry = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
         key = (place % PAGE).to(tl.int64)
     else:
-        key = (place + tl.load(bounds + own * 4 + 2)).to(tl.int64)
-        entry = own.to(tl.int64) * (0 if PACKS_KEYS else 1)
+        key = (place + tl.load(bounds + sequence * 4 + 2)).to(tl.int64)
+        entry = sequence.to(tl.int64) * (0 if PACKS_KEYS else 1)
     copy_rows(
         k_cache, k_cache_strides, k, k_strides, entry, key, from_entry, from_row, head, is_written, head_dim, BLOCK_D
     )  # fmt: skip
@@ -110,7 +110,7 @@ def write(request: CacheWrite) -> None:
     v, v_cache = request.v, request.v_cache
     has_v = v is not None and v_cache is not None
     if v is None or v_cache is None:
-        v, v_cache = request.k, request.k_cache  # only placeholders: without HAS_V the kernel reads neither
+        v, v_cache = request.k, request.k_cache  # placeholders, which the kernel does not access without HAS_V
     head_dim_v = v.shape[3]
     block_d, block_dv = (1 << (dim - 1).bit_length() for dim in (head_dim, head_dim_v))  # powers of 2
     widest = max(block_d, block_dv) * request.k.element_size()

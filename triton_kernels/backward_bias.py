@@ -1,9 +1,9 @@
 """The bias-stationary backward kernel: the gradient of a bias of one value per score, shared by batch or heads.
 
 Each program owns one tile of dbias. It visits the heads of all batch entries that read this tile, one after the other,
-and recomputes ds for each. The sum stays in fp32 registers, has a fixed order, and is rounded once. Where there are too
-few tiles to fill the GPU, several programs own a tile: each takes a chunk of the heads and stores its sum in a slot,
-and sum_slots.py adds the slots.
+and recomputes ds for each. The sum stays in fp32 registers, has a fixed order, and is rounded once. If the tiles do not
+fill the GPU, several programs own a tile. Each has a chunk of the heads and stores its sum in a slot, and sum_slots.py
+adds the slots.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def backward_bias_kernel(
 ):
     """Compute one tile of dbias (chunks, bias_batch, bias_heads, Lq, Lk), which is contiguous.
 
-    `classes` is 0 for tiles of the mask with nothing allowed. A chunk has `chunk` heads, counted over batch entries.
+    `classes` is 0 for tiles of the mask that allow no pair. A chunk has `chunk` heads, counted over batch entries.
 
     With SEQUENCES each sequence counts as a batch entry, and rows and columns of the tile are positions in every
     sequence. With PACKED_ROWS the bias has packed queries, so the rows of a tile belong to one sequence; the caller
@@ -119,13 +119,15 @@ def backward_bias_kernel(
     begin = slot // bias_batch * chunk
     entries = shape.batch // bias_batch
     first_stored = 0
-    own = 0
+    sequence = 0
     if PACKED_ROWS:
         entries = 1
-        own, own_tile = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first = own_tile * BLOCK_M
-        first_stored = tl.load(bounds + own * 4)
-        shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
+        sequence, sequence_tile = sequence_at(
+            first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M
+        )
+        first = sequence_tile * BLOCK_M
+        first_stored = tl.load(bounds + sequence * 4)
+        shape = shape_of(shape, tl.load(bounds + sequence * 4 + 1), shape.seqlen_k)
         bias = scores_from(bias, bias_strides, 1, 0, first_stored, first_stored)
     rows = first + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
@@ -154,7 +156,7 @@ def backward_bias_kernel(
         h_k = h // shape.group
         visit = True
         if PACKED_ROWS:
-            b = own.to(tl.int64)
+            b = sequence.to(tl.int64)
         first_q, first_k, entry_shape = bounds_of(b, bounds, shape, SEQUENCES)
         at = place_of(b, first_q, first_k, entry_shape, layout, SEQUENCES)
         if SEQUENCES != NO_SEQUENCES:

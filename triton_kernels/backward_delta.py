@@ -1,11 +1,11 @@
 """The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
 
-lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers, for which
-`exponents_of_rows` gives the reason. The second and delta are pairs in a tensor of 64 bits. A bias of one value per
-query is taken off here, so that no other kernel reads it.
+The backward kernels have lse in base 2, like their scores. If a bias is added to the scores, lse is natural and stored
+as two numbers, as `exponents_of_rows` explains. The second number and delta are then pairs in a tensor of 64 bits. This
+kernel subtracts a bias of one value per query, so that no other kernel needs it.
 
-With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
-from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.
+With `FEW_KEYS` the kernel omits the sum. The backward kernels then compute it from p and dp, because they have all keys
+of a row in one tile. In so short a row the rounding of out to 16 bits does not average out.
 
 An empty row has lse -inf. The kernel writes +inf, so that p = exp(s - lse) is 0 and not NaN, and ignores its dlse.
 """
@@ -47,11 +47,11 @@ def delta_kernel(
     """Compute one tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
     tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
-    own, tile, h = entry_of_tile(
+    entry, tile, h = entry_of_tile(
         program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
     )
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b_q
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < shape.seqlen_q

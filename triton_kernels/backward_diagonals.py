@@ -2,7 +2,7 @@
 
 The tiles of a diagonal of tiles all have the same distances. So each program adds up ds of the tiles of one diagonal in
 place. In the end it sums once along the diagonals of that sum. It visits heads, batch entries and tiles one after the
-other; where there are few programs, several share a diagonal. Every sum is in fp32 and has a fixed order.
+other; if there are fewer programs than SMs, several compute one diagonal. Every sum is in fp32 and has a fixed order.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def backward_diagonals_kernel(
 ):
     """Compute the sums of one diagonal of tiles, a row of (parts, bias_batch, bias_heads, diagonals, 2 * BLOCK_N).
 
-    Place y of a row has the scores of key - query = y - (BLOCK_M - 1), counted from the corner of each tile.
-    BLOCK_M and BLOCK_N are equal. `classes` is 0 for tiles of the mask with nothing allowed.
+    Column y of a row has the scores of key - query = y - (BLOCK_M - 1), counted from the corner of each tile. BLOCK_M
+    and BLOCK_N are equal. `classes` is 0 for tiles of the mask that allow no pair.
     """
     score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -118,7 +118,7 @@ def backward_diagonals_kernel(
         visit = True
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
-            # A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
+            # A list has two counts, and then the tiles of one row. A row of classes has one value for each tile.
             place = entry_of(b, mask_strides) * mask_strides.list_batch + h_m * mask_strides.list_head
             line = (place // mask_strides.list_row + first // TILE) * (mask_strides.list_row - 2)
             visit = tl.load(classes + line + first_key // TILE) != 0

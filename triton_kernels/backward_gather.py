@@ -31,10 +31,10 @@ def backward_gather_kernel(
     NEED_V: tl.constexpr,
     NEED_BIAS: tl.constexpr,
 ):
-    """Add the parts of one block of keys of one key-value head.
+    """Add the partial sums of one block of keys of one key-value head.
 
-    dk, dv (B, Lk, Hk, D) and dbias fp32 (B, owners, Lk) are contiguous. Keys that a mask leaves out get zeros. The
-    order of every sum is fixed.
+    dk, dv (B, Lk, Hk, D) and dbias fp32 (B, owners, Lk) are contiguous. Keys that a mask hides get zeros. The order of
+    every sum is fixed.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(shape.seqlen_k, BLOCK)

@@ -6,8 +6,8 @@ Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk
 
 With dropout, dv is computed from the dropped p, and v @ dout^T is dropped like p; ds is computed from p itself.
 
-With ONE_PASS this kernel also makes dq = ds^T @ k of sequences whose keys fit in one tile: it has all of ds for them,
-so that nothing is computed twice.
+With ONE_PASS this kernel also computes dq = ds^T @ k of sequences that have all keys in one tile. It has all of ds for
+them, so no product is computed twice.
 """
 
 from __future__ import annotations
@@ -126,16 +126,16 @@ def backward_keys_kernel(
 ):
     """Compute the gradients of one block of keys of one owner, visiting its queries block by block.
 
-    An owner is a key-value head, or a query head where query heads of a group cannot share their sums.
+    An owner is a key-value head, or a query head if the query heads of a group cannot be added to one sum.
 
-    dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
-    (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
-    then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
-    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), under BY_QUERY (B, Hq, Lq, n). The caller zeroes both.
+    dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32 (B, owners,
+    grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. The key blocks of an owner are then
+    split over `grid_tiles` programs, the same number for each block, by queries. Under ENDS dbias is fp32 (2, B,
+    owners, grid_tiles, BLOCK_N), under BY_QUERY (B, Hq, Lq, n). The caller zeroes both.
 
-    With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
-    dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
-    shaped as q, of all sequences with at most BLOCK_N keys.
+    With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` has the first row and the
+    length of each. dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes
+    the rows of dq, shaped as q, of all sequences with at most BLOCK_N keys.
     """
     score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
@@ -144,11 +144,11 @@ def backward_keys_kernel(
     slot = program % grid_tiles
     head = program // grid_tiles
     owner = head % owners
-    own = head // owners
+    entry = head // owners
     if SEQUENCES != NO_SEQUENCES:
-        own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+        entry, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     q = rows_from(q, q_strides, at.first_q, SEQUENCES)
     dout = rows_from(dout, dout_strides, at.first_q, SEQUENCES)
@@ -164,9 +164,7 @@ def backward_keys_kernel(
     if MASK == KEYS:
         count = tl.load(index + shape.seqlen_k)
     tiles_n = tl.maximum(tl.cdiv(count, BLOCK_N), 1)
-    tile_n = (
-        slot  # in this order the longest programs start first: under a causal band the first keys have most queries
-    )
+    tile_n = slot  # the longest programs start first: under a causal band the first keys have the most queries
     parts = 1
     part = 0
     if PARTS:
@@ -240,7 +238,8 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D, PRECISION,
                     )  # fmt: skip
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-                    # delta is loaded early, to have arrived when ds needs it. Pairs take as many loads as delta alone.
+                    # delta is loaded early, to have arrived when ds needs it. Loading pairs takes no more instructions
+                    # than delta.
                     low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
                     g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
                     s = product_of_rows(k_pieces, q_pieces, PRECISION)
@@ -299,13 +298,13 @@ def backward_keys_kernel(
                                 ds = ds * slope
                             if NEED_K:
                                 acc_dk = add_product(acc_dk, ds, q_pieces, PRECISION)
-                            if ONE_PASS:  # in 16 bits alone
+                            if ONE_PASS:  # only in 16 bits
                                 if is_one_tile:
                                     ds_rows = tl.trans(ds.to(k_pieces[0].dtype))
                                     dq_tile = tl.dot(ds_rows, k_pieces[0], input_precision=PRECISION) * scale
                                     store_dq(dq, dq_tile, at.row_q, rows, h, shape, dims)
             if ONE_PASS:
-                if is_one_tile:  # zeros for rows that see no key
+                if is_one_tile:  # zeros for rows without a key
                     visited = inside + before + after
                     for step in range(0, tl.cdiv(shape.seqlen_q, BLOCK_M) - visited):
                         first = tl.where(step < start - before, step, step + visited) * BLOCK_M

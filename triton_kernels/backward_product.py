@@ -1,7 +1,7 @@
-"""The kernel that makes dq from a stored ds: dq = softmax_scale * ds @ k.
+"""The kernel that computes dq from a stored ds: dq = softmax_scale * ds @ k.
 
-The gradient of a bias of one value per score of every head is ds itself. The key-stationary kernel has just stored it,
-and reading it costs less than computing ds again.
+The gradient of a bias of one value per score of every head is ds itself. The key-stationary kernel has stored it, and
+loading it is faster than computing ds again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def backward_product_kernel(
 ):
     """Compute one tile of dq. dbias (B, Hq, Lq, Lk) and dq (B, Lq, Hq, D) are contiguous.
 
-    Tiles that the band or the lists leave out are not read.
+    Tiles that the band or the lists exclude are not loaded.
     """
     scale = tl.cast(scale, tl.float32)
     program = tl.program_id(0)

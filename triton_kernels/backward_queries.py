@@ -84,15 +84,15 @@ def backward_queries_kernel(
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
-    own, tile, h = entry_of_tile(
+    entry, tile, h = entry_of_tile(
         program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
     )
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
     tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     if SEQUENCES != NO_SEQUENCES:
         if tile >= tiles_m or shape.seqlen_k <= layout.one_pass_keys:
             return
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
     q = rows_from(q, q_strides, at.first_q, SEQUENCES)
@@ -118,8 +118,8 @@ def backward_queries_kernel(
     )  # fmt: skip
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
     BIASED: tl.constexpr = BIAS > ROW_BIAS
-    # The part of lse below the steps of fp32 is a factor of whole rows of dq. In the loop it would take the registers
-    # that leave room for a second program.
+    # The part of lse below the precision of fp32 is a factor of whole rows of dq. Used in the loop, it would need
+    # registers that now allow a second program on the SM.
     LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     g = load_entropy_gradient(dentropy, statistics + rows, row_ok)

@@ -1,8 +1,9 @@
-"""The forms of a bias: how a tile reads its operands, adds it to scores, and makes its gradient.
+"""The forms of a bias: how a kernel loads a tile of it, adds it to scores, and computes its gradient.
 
-Kernels take the code of a form as BIAS, and of a gradient as DBIAS, and do not look into either. A new form is a code,
-and a branch in `form_of` and in `add_bias`. If it has flat blocks, it has a branch in `flat_blocks` too; if
-`backward_keys_kernel` makes its gradient, in `add_gradient`. `extent` is what it reads besides strides.
+Kernels take the code of a form as BIAS, and the code of a gradient as DBIAS, and only pass them on. A new form needs a
+code, and a branch in `form_of` and in `add_bias`. It needs one in `flat_blocks` if it has flat blocks, and in
+`add_gradient` if `backward_keys_kernel` computes its gradient. `extent` has the numbers that a form needs in addition
+to strides.
 
 AXIS is the axis of the keys: 1 in a tile of (queries, keys), 0 in one of (keys, queries).
 """
@@ -20,9 +21,9 @@ from flash_dmattn.problem import Flags, bias_class
 from .sequences import NO_SEQUENCES, scores_from
 from .tile_ops import BAND, TREE, entry_of, load_rows_of_heads, load_vector, shared_head
 
-# How a bias is read: not at all, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per
-# distance, 0 beyond the values, or the first or last value. BANDED: one per query and distance, 0 beyond.
-# Up to ROW_BIAS nothing is added to scores: a value of a whole row moves its lse alone.
+# The form of a bias: none, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per distance,
+# and past the values 0, or the first or last value. BANDED: one per query and distance, else 0. Forms up to ROW_BIAS
+# add nothing to scores, because a value of a whole row only shifts its lse.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 ROW_BIAS: tl.constexpr = tl.constexpr(1)
 KEY_BIAS: tl.constexpr = tl.constexpr(2)
@@ -34,9 +35,9 @@ BANDED: tl.constexpr = tl.constexpr(6)
 _BY_CLASS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIAS.value}
 BY_DISTANCE = (DISTANCES.value, CLAMPED.value, BANDED.value)
 
-# Which gradient of a bias `add_gradient` makes: none, sums over the queries of each key, or ds of every head. With ENDS
-# it sums the scores at either end of the values of a clamped bias by distance, and beyond that end. With BY_QUERY it
-# stores ds of the distances that a bias has values for.
+# The gradient of a bias that `add_gradient` computes: none, sums over the queries of each key, or ds of every head.
+# ENDS: the sums of ds at or past either end of the values of a clamped bias by distance. BY_QUERY: ds of the distances
+# that a bias has values for.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
@@ -45,14 +46,14 @@ BY_QUERY: tl.constexpr = tl.constexpr(4)
 
 
 class Distances(NamedTuple):
-    """The place of distance 0 among the values of a bias by distance, and how many values it has."""
+    """The index of distance 0 among the values of a bias by distance, and the number of values."""
 
     zero: int
     number: int
 
 
 class Flat(NamedTuple):
-    """The flat blocks of a run: its `before` first blocks get the value `first`, those behind `near` others `last`."""
+    """Flat blocks of a run: the first `before` ones have value `first`, those after the next `near` blocks `last`."""
 
     before: int
     near: int
@@ -61,7 +62,7 @@ class Flat(NamedTuple):
 
 
 def form_of(bias: Tensor | None, flags: Flags) -> tuple[int, Distances | None]:
-    """Return the code of a bias, and what its form reads besides strides."""
+    """Return the code of a bias, and the `extent` of its form."""
     if bias is None:
         return NO_BIAS.value, None
     if not flags.outside:
@@ -71,15 +72,15 @@ def form_of(bias: Tensor | None, flags: Flags) -> tuple[int, Distances | None]:
 
 
 def has_flat_blocks(kind: int, mask_kind: int) -> bool:
-    """Return whether loops tell blocks apart whose scores all get one value; lists of tiles and of keys do not."""
+    """Return whether loops treat flat blocks separately, whose scores all get one value; loops over lists do not."""
     return kind in BY_DISTANCE and mask_kind in (BAND.value, TREE.value)
 
 
 @triton.jit
 def bias_from(bias, strides, at, layout, SEQUENCES: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr):
-    """Move a bias to the first element that a sequence reads; 0 if there is none.
+    """Move the pointer of a bias to the first element of a sequence; 0 if there is no bias.
 
-    A descriptor stays as it is and loads from `bias_row` on.
+    A descriptor is unchanged, and is loaded from `bias_row` on.
     """
     if BIAS == NO_BIAS:  # not None, which Triton 3.5 returns from no function
         return 0
@@ -131,7 +132,7 @@ def row_values(bias, strides, b, h, rows, shape, BIAS: tl.constexpr):
 
 @triton.jit
 def bias_vector(bias, strides, b, h, keys, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
-    """Prepare a bias for `add_bias`: (pointer to its head, its values of keys that all tiles share if AXIS is 0)."""
+    """Prepare a bias for `add_bias`: (pointer to its head, values of keys, the same for all tiles, if AXIS is 0)."""
     if BIAS > ROW_BIAS and BIAS != TILE_BIAS:
         head = shared_head(bias, strides, b, h)
         if BIAS == KEY_BIAS and AXIS == 0:
@@ -148,13 +149,13 @@ def add_bias(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """Make a tile of scores out of what `scaled` returned: x * factor plus the bias.
+    """Compute a tile of scores from the result of `scaled`: x * factor plus the bias.
 
-    There is one rounding, the same in every kernel. Next to a bias of 1e9 it is up to 32, and p = exp(s - lse) is right
-    because both passes have the same s.
+    The sum is rounded once, in the same way in every kernel. With a bias of 1e9 the rounding error is up to 32, and p =
+    exp(s - lse) is right only because both passes have the same s.
 
     `vector` is from `bias_vector`, `window` from `values_of_tile`. With GROUPED the rows belong to several heads. With
-    GATHERED the keys of the tile are no run.
+    GATHERED the keys of the tile are not consecutive.
     """
     if BIAS == TILE_BIAS:
         if GROUPED:
@@ -184,9 +185,9 @@ def add_bias(
 
 @triton.jit
 def in_values(line, step, rows, keys, shape, extent, AXIS: tl.constexpr):
-    """Return where the values of a tile lie that has a bias of one per query and distance, and which scores have one.
+    """Return the addresses of the values of a tile with a bias per query and distance, and which scores have a value.
 
-    `line` says where the values of each query begin, `step` how far they lie apart.
+    `line` is the address of the first value of each query, `step` the stride of the values.
     """
     places = places_of(rows, keys, shape, extent, AXIS)
     inside = (places >= 0) & (places < extent.number)
@@ -196,10 +197,10 @@ def in_values(line, step, rows, keys, shape, extent, AXIS: tl.constexpr):
 
 @triton.jit
 def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
-    """Make the tile of a window of values: every score gets the value of its distance.
+    """Expand a window of values to a tile: every score gets the value of its distance.
 
-    It goes through shared memory and into the layout of the scores. A tile of loads would take another layout, the
-    registers of its addresses, and shared memory of its own size.
+    The gather goes through shared memory and has the layout of the scores. Loading a tile would need another layout,
+    registers for its addresses, and shared memory of the size of the tile.
     """
     steps = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - tl.expand_dims(tl.arange(0, BLOCK_M), AXIS)
     places = tl.reshape(steps + (BLOCK_M - 1), (BLOCK_M * BLOCK_N,))
@@ -208,7 +209,7 @@ def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.conste
 
 @triton.jit
 def values_at(head, strides, places, extent, BIAS: tl.constexpr):
-    """Load the values at places of a bias by distance; places beyond them get its ends, or 0."""
+    """Load the values of a bias by distance at indices; an index beyond an end gets the value of the end, or 0."""
     inside = tl.minimum(tl.maximum(places, 0), extent.number - 1)
     values = tl.load(head + inside * strides.key).to(tl.float32)
     if BIAS == DISTANCES:
@@ -223,7 +224,7 @@ def values_of_tile(
 ):  # fmt: skip
     """Load the values of a bias by distance for a tile: value t is for key - query = t - (BLOCK_M - 1) from its corner.
 
-    Loaded before the products of the tile, they have arrived when `add_bias` needs them. Zero for other biases.
+    They are loaded before the products of the tile, to have arrived when `add_bias` needs them. Zero for other biases.
     """
     if (BIAS == DISTANCES or BIAS == CLAMPED) and not GATHERED:
         corner = extent.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q)
@@ -238,13 +239,14 @@ def flat_blocks(
     head, strides, first, start, inside, shape, extent,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Find the blocks of a run whose scores all get one value of a bias by distance, beyond an end of its values.
+    """Find the flat blocks of a run, whose distances are beyond an end of the values of a bias, which is then constant.
 
-    Returns `Flat`. The run has `inside` blocks from block `start` on: of keys, beside a tile whose first query is
-    `first`, or with AXIS 0 of queries, beside a first key.
+    Returns `Flat`. The run has `inside` blocks from block `start` on. They are blocks of keys, and `first` is the first
+    query of the tile; with AXIS 0 it is the other way round.
 
-    Loops over flat blocks take their value from the maximum or lse of a row, and never round its sum with a score. A
-    pass with other blocks rounds it, and a great value would make their scores differ; then no block is flat.
+    Loops over flat blocks subtract the value from the maximum or lse of a row, so its sum with a score is never
+    rounded. A pass with other blocks rounds that sum. With a large value the two would differ, so then no block is
+    flat.
     """
     before_values, beyond_values = 0.0, 0.0
     if BIAS == CLAMPED:
@@ -259,7 +261,7 @@ def flat_blocks(
         low = first + zero - extent.number - (BLOCK_M - 2)
         high = first + zero + BLOCK_N
         BLOCK: tl.constexpr = BLOCK_M
-    if BIAS == CLAMPED:  # what is at an end gets the same as what is beyond
+    if BIAS == CLAMPED:  # a distance at an end has the value of the clamped ones
         low += 1
         high -= 1
     begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low, 0), BLOCK), start), start + inside)
@@ -271,7 +273,7 @@ def flat_blocks(
     before, near = (begin - start).to(tl.int32), (end - begin).to(tl.int32)
     if AXIS == 1:
         return Flat(before, near, before_values, beyond_values)
-    else:  # later queries are farther to the right of a key
+    else:  # with AXIS 0, later blocks have smaller distances
         return Flat(before, near, beyond_values, before_values)
 
 
@@ -283,7 +285,7 @@ def is_great(value):
 
 @triton.jit
 def block_of_run(step, flat, IS_FLAT: tl.constexpr):
-    """Return the block of a run at a step of its flat blocks, or of all others."""
+    """Return the block of a run at a step of a loop over its flat blocks, or over all others."""
     if IS_FLAT:
         return tl.where(step < flat.before, step, step + flat.near)
     else:
@@ -292,13 +294,13 @@ def block_of_run(step, flat, IS_FLAT: tl.constexpr):
 
 @triton.jit
 def flat_value(step, flat):
-    """Return what all scores of a flat block get."""
+    """Return the value that all scores of a flat block get."""
     return tl.where(step < flat.before, flat.first, flat.last)
 
 
 @triton.jit
 def places_of(rows, keys, shape, extent, AXIS: tl.constexpr):
-    """Return the place of each score of a tile among the values of a bias by distance."""
+    """Return the index of each score of a tile among the values of a bias by distance."""
     steps = tl.expand_dims(keys, 1 - AXIS) - tl.expand_dims(rows, AXIS)
     return steps + (extent.zero - (shape.seqlen_k - shape.seqlen_q))
 

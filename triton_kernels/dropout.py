@@ -1,8 +1,8 @@
 """Dropout in the kernels: which probabilities of a tile are kept, by the rule of `flash_dmattn.reference.dropout`.
 
 One call of Philox serves four probabilities: two queries that are 8 apart, by two keys that are 8 apart. In the
-fragments of tensor cores, with queries in rows or in columns, one thread holds all four, so no word moves between
-threads.
+fragments of tensor cores, with queries in rows or in columns, one thread holds all four, so threads exchange no random
+numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """A probability is kept where its Philox word is at least `threshold`; it is then multiplied by `scale`."""
+    """A probability is kept if its Philox number is at least `threshold`; it is then multiplied by `scale`."""
 
     threshold: int
     scale: float
@@ -22,15 +22,16 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def philox_words(key, entry, head, rows, keys):
-    """Draw the four words of Philox4x32-7 for queries and keys without their bit 3; head, rows and keys broadcast."""
-    # Triton takes one seed of 64 bits, and splits it into the two words again.
+    """Draw the four numbers of Philox4x32-7 for queries and keys without their bit 3; head, rows and keys broadcast."""
+    # Triton takes one seed of 64 bits, and splits it into two 32-bit numbers again.
     seed = tl.load(key) | (tl.load(key + 1) << 32)
     return tl.philox(seed, keys, rows, head, entry, n_rounds=7)
 
 
 @triton.jit
 def joined_words(key, entry, head, rows, keys):
-    """Draw the same words as one tensor (rows, keys, 2, 2): its last two axes are the two keys and the two queries."""
+    """Draw the same numbers as one tensor (rows, keys, 2, 2): its last two axes are the two keys and the two
+    queries."""
     first, second, third, fourth = philox_words(key, entry, head, rows, keys)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
 
@@ -46,8 +47,8 @@ def is_kept(
         key: int64 (2,), in memory.
         b, h: the entry, or sequence, and the query head.
         first, first_key: first query and first key of the tile, multiples of 16.
-        rows, keys: queries and keys of the tile. With GATHERED keys are in no order, and each probability has a call of
-            Philox to itself.
+        rows, keys: queries and keys of the tile. With GATHERED keys are in no order, and each probability has its own
+            call of Philox.
     """
     entry, head = b.to(tl.uint32), h.to(tl.uint32)
     if GATHERED:

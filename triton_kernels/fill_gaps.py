@@ -1,4 +1,4 @@
-"""The kernel that writes rows which belong to no sequence: gaps between packed sequences, and unused slots."""
+"""The kernel that fills rows of no sequence: gaps between packed sequences, and the unused ends of padded ones."""
 
 from __future__ import annotations
 

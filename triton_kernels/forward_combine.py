@@ -1,11 +1,12 @@
-"""The split-KV combine kernel: joins the results that programs computed over shares of the keys.
+"""The split-KV combine kernel: combines the results that programs computed for splits of the keys.
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
     largest = max_i largest_i;  entropy = sum_i exp(lse_i - lse) (entropy_i + lse - lse_i)
 
 lse_i and lse are in fp64 where there is a bias: see `store_lse`.
 
-It then adds the sink of the head, if there is one. Sizes alone decide the order of the sums, so results repeat exactly.
+It then adds the sink of the head, if there is one. The order of the sums depends only on sizes, so results are
+reproducible.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def combine_kernel(
     """Combine one of the `num_rows` rows of (B, Hq, Lq).
 
     parts (splits, B, Lq, Hq, Dv), or (splits, B, Hq, Lq, Dv) with HEADS_FIRST, and all other tensors are contiguous.
-    AT_ONCE of the at most SPLITS shares are loaded together: one after the other, each load would wait for the one
-    before. With OVERLAP the kernel may start before the forward kernel has ended, and waits for it (programmatic
+    AT_ONCE of the at most SPLITS splits are loaded together, because a loop over single splits would wait for each
+    load. With OVERLAP the kernel may start before the forward kernel has ended, and waits for it (programmatic
     dependent launch).
     """
     row = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The only list of GPUs that the kernels are compiled for, and of how well each is known.
+"""The only list of GPUs that the kernels are compiled for, with how each was tested.
 
 docs/support.md prints it, and tests/test_triton_gpus.py checks it against the compiler. It does not import Triton.
 """
@@ -18,7 +18,7 @@ class Gpu(NamedTuple):
     Attributes:
         arch: the name that `device_arch` gives.
         products: some GPUs of this architecture.
-        shared: bytes of shared memory that one program may have.
+        shared: the largest shared memory of one program, in bytes.
         standing: "measured" if the kernels were tested and timed on such a GPU. "forced" if a Hopper GPU has run them,
             with its tiles, instructions and shared memory. "compiled" if nothing has.
     """
@@ -39,12 +39,12 @@ GPUS = (
     Gpu("gfx942", "MI300X", 64 * KIB, "compiled"),
     Gpu("gfx950", "MI350X", 160 * KIB, "compiled"),
 )
-# Shared memory of an architecture that is not listed: the least that a listed GPU of its vendor has. A rule of the
-# backend refuses sm_75 and older.
+# Shared memory of an architecture that is not listed: the least of the listed GPUs of its vendor. A rule of the backend
+# refuses sm_75 and older.
 LEAST_SHARED = {"sm": 99 * KIB, "gfx": 64 * KIB}
 
 
-# GPUs with what the tiles for Hopper ask for: that much shared memory, TMA, and launches that overlap.
+# GPUs that have all that the tiles for Hopper need: the shared memory, TMA, and launches that overlap.
 LIKE_HOPPER = ("sm_90", "sm_100")
 
 

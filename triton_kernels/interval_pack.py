@@ -1,16 +1,15 @@
 """The kernels that test whether the queries of each key are one run of rows, from the bits of a mask.
 
-A run of a key begins or ends at a row whose bit differs from the row before. There are few such bits, so a program
-visits them one by one. It writes the beginning of a run. It writes the end by an atomic maximum, which returns the
-value before, 0 at first. Another value shows a second run: the program then sets a flag, and later programs return at
-once.
+A run of a key begins or ends at a row whose bit differs from the row before. These bits are rare, so a program visits
+them one by one. It writes the beginning of a run. It writes the end by an atomic maximum, which returns the value
+before, 0 at first. Another value shows a second run: the program then sets a flag, and later programs return at once.
 
 Programs read the flag by an atomic, because Triton lets one thread execute it and broadcasts the result. With a plain
 load each thread would read for itself, and some could return while others wait for them at a barrier.
 
-A second kernel writes beginning and end for all keys, dead ones included, and counts the numbers that the host decides
-by. Everything that must start at 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, and then,
-as 32-bit halves, the live keys of each head and the ends of all keys.
+A second kernel writes beginning and end for all keys, dead ones included, and computes the counts by which the host
+chooses a form. All memory that must start at 0 is one int64 allocation. It has the four counts of `mask_intervals`, and
+then, as int32, the live keys of each head and the ends of all keys.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from flash_dmattn.masks.prepared.intervals import MaskIntervals
 
 from .kernel_launch import ceil_div, launch
 
-# Rows and words that a program reads, and its warps: a thread has 8 words, in loads of 16 bytes.
+# Rows and 32-bit words of a program, and its warps: a thread has 8 words, in loads of 16 bytes.
 ROWS, WORDS, NUM_WARPS = 16, 128, 8
-# A program counts up to COUNTED keys, and as many rows of tiles; and its warps.
+# A program counts up to COUNTED keys, and up to COUNTED rows of tiles; and its warps.
 COUNTED, COUNT_NUM_WARPS = 1024, 4
 
 
@@ -48,8 +47,8 @@ def _runs_kernel(
 ):  # fmt: skip
     """Find beginnings and ends of runs.
 
-    `quads` is the number of words of a row, divided by 4. `blocks` cover one more row than the mask has, because runs
-    that reach the last row end there.
+    `quads` is the number of 32-bit words of a row, divided by 4. `blocks` cover one more row than the mask has, because
+    runs that reach the last row end there.
     """
     strip = tl.program_id(0) % strips
     block = tl.program_id(0) // strips % blocks
@@ -67,7 +66,7 @@ def _runs_kernel(
         some = _any(changes)
         while some != 0:
             lowest = changes & (changes ^ (changes - 1))
-            key = keys + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)  # the exponent of the number
+            key = keys + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)  # log2, by the exponent
             is_change = changes != 0
             begins = (now.to(tl.uint32, bitcast=True) & lowest) != 0
             tl.store(start_ptr + key, rows + tl.zeros_like(now), mask=is_change & begins)
@@ -87,7 +86,7 @@ def _count_kernel(
     """Write the runs, and count live keys, pairs and active tiles.
 
     Sums are integers, so the order of programs does not matter. Each program adds to the live keys of its head, and
-    offers the sum so far to the maximum over heads; the last program of a head offers its total.
+    takes the maximum over heads with the sum so far; the last program of a head has its total.
     """
     head = (tl.program_id(0) // chunks).to(tl.int64)
     at = tl.program_id(0) % chunks * COUNTED + tl.arange(0, COUNTED)
@@ -97,7 +96,7 @@ def _count_kernel(
         keys = head * seqlen_k + at
         stop = tl.load(ends_ptr + keys, mask=inside, other=0)
         is_live = stop > 0
-        start = tl.load(start_ptr + keys, mask=is_live, other=0)  # nobody has written the start of a dead key
+        start = tl.load(start_ptr + keys, mask=is_live, other=0)  # the start of a dead key is uninitialised
         tl.store(start_ptr + keys, start, mask=inside)
         tl.store(stop_ptr + keys, stop, mask=inside)
         live = tl.sum(is_live.to(tl.int32), axis=0)

@@ -1,7 +1,7 @@
-"""`Launch`: one kernel with everything decided except its tensors; and a table of launches that are used again.
+"""`Launch`: one kernel with all arguments fixed except its tensors; and a cache of launches.
 
-A launch calls the CUDA driver, with its numbers packed once. Triton's own launcher reads every argument from Python at
-every launch, also the constants of the compiler: some 90 objects, which take most of the time of a launch.
+A launch calls the CUDA driver with numbers that were packed once. Triton's own launcher converts every argument from
+Python at every launch, also the constants of the compiler: some 90 objects, which take most of its time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_dmattn.remembered import Remembered
+from flash_dmattn.caches import ClockCache
 
 _runtime = knobs.runtime
 
@@ -28,19 +28,19 @@ _runtime = knobs.runtime
 def ceil_div(total: int, size: int) -> int:
     """Divide and round up.
 
-    Plans, which are made once, use `triton.cdiv`. Packing a mask computes its numbers in every call, and `triton.cdiv`,
-    which is made for kernels, takes the host as long as an allocation.
+    Plans, which are made once, use `triton.cdiv`. Packing a mask computes its sizes in every call, and on the host
+    `triton.cdiv`, which is written for kernels, takes as long as an allocation.
     """
     return -(-total // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of 2 that is at least `number`, and at least 1; faster than `triton.next_power_of_2`."""
+    """Return the smallest power of 2 not below `number`, at least 1; faster than `triton.next_power_of_2`."""
     return 1 << (number - 1).bit_length()
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's device the current one, where Triton launches; nothing to do if it is."""
+    """Make the tensor's device the current one, where Triton launches, unless it already is."""
     # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
     if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
@@ -48,7 +48,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def run_on(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with the tensor's device as the current one; without a context manager where it is already."""
+    """Call a function with the tensor's device as the current one; without a context manager if it already is."""
     if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
             return function(*arguments)
@@ -73,7 +73,7 @@ def driver_overlaps() -> bool:
 
 
 class Descriptor(NamedTuple):
-    """How a tensor becomes a TMA descriptor: `slot` is its place among the arguments, the rest its view and block."""
+    """How a tensor becomes a TMA descriptor: `slot` is its index among the arguments, the rest its view and block."""
 
     slot: int
     shape: list[int]
@@ -82,7 +82,7 @@ class Descriptor(NamedTuple):
 
 
 def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ...]:
-    """Put values in the order in which a kernel takes them after its tensors; `own` ones overrule shared ones."""
+    """Order values as a kernel takes them after its tensors; `own` values override shared ones."""
     values, names = {**shared, **own}, kernel.arg_names
     names = names[next(i for i, name in enumerate(names) if name in values) :]
     if unknown := own.keys() - set(names):
@@ -90,7 +90,7 @@ def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ..
     return tuple([values[name] for name in names])
 
 
-# The parts of `CUlaunchConfig`: six sizes and the bytes of shared memory, the stream, and attributes, here none.
+# The layout of `CUlaunchConfig`: six sizes and the bytes of shared memory, the stream, and attributes, here none.
 _SIZES = struct.Struct("<7I4x")
 _STREAM = _SIZES.size
 _CONFIG = 56
@@ -99,7 +99,7 @@ _EXTRAS = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "prof
 
 
 class Block(NamedTuple):
-    """The memory that one launch hands to the driver, which reads it before it returns.
+    """The memory that one launch passes to the driver, which no longer needs it when it returns.
 
     Attributes:
         buffer: the configuration of the launch, the addresses, then the numbers, in 8 bytes each.
@@ -115,7 +115,7 @@ class Block(NamedTuple):
 class DriverCall(NamedTuple):
     """How a kernel is launched: `launch(config, function, parameters, None)` on a block that `fill` has completed.
 
-    Threads may launch at once, so each launch takes a block out of `blocks`, or makes one, and puts it back.
+    Threads may launch concurrently, so each launch takes a block out of `blocks`, or makes one, and puts it back.
 
     Attributes:
         launch: `cuLaunchKernelEx`.
@@ -139,7 +139,7 @@ def plan_driver_call(
 ) -> DriverCall | None:
     """Plan the launches of a compiled kernel whose arguments differ in addresses, and in the first `sent` numbers.
 
-    None if the kernel has arguments or attributes that only Triton's launcher knows.
+    Return None if the kernel has arguments or attributes that only Triton's launcher knows.
     """
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in _EXTRAS):
@@ -150,12 +150,12 @@ def plan_driver_call(
     if None in numbers:
         return None
     num_pointers = len(passed) - len(numbers)
-    # A number that the kernel has in 32 bits is packed as such: a larger one is then an error, and not another number.
+    # A 32-bit argument is packed in 32 bits, so that a larger number is an error and not truncated.
     codes = "".join("i4x" if kind == "i32" else "q" for kind in [kind for kind, _ in passed if kind[0] != "*"][:sent])
     pointers, others = count(_CONFIG, 8), count(_CONFIG + 8 * num_pointers, 8)
     places = [next(pointers if kind[0] == "*" else others) for kind, _ in passed]
     # Triton's `CudaLauncher` (triton/backends/nvidia/driver.py) hands every kernel two more pointers, `global_scratch`
-    # and `profile_scratch`. Kernels with scratch memory are left to it above (_EXTRAS), so here both are null.
+    # and `profile_scratch`. Triton launches kernels with scratch memory (_EXTRAS), so here both are null.
     places += [next(others)] * 2
     sizes = _SIZES.pack(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
     template = b"".join([sizes, bytes(_CONFIG - _STREAM + 8 * num_pointers), *filter(None, numbers), bytes(8)])
@@ -176,7 +176,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _error_of(status: int) -> str:
-    """Put a status of the driver into its words."""
+    """Return the driver's message for a status."""
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     return f"error {status}, {(text.value or b'unknown').decode()}"
@@ -192,23 +192,22 @@ def flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _packed(kind: str, value: Any) -> bytes | None:
-    """Return a number in 8 bytes, or None for an unknown type; the driver reads as many of them as the argument has."""
+    """Return a number in 8 bytes, or None for an unknown type; the driver uses the bytes of the argument's type."""
     if kind in ("fp32", "fp64"):
         return struct.pack("<f4x" if kind == "fp32" else "<d", value)
     return (int(value) % 2**64).to_bytes(8, "little") if kind[0] in "iu" and kind[1:].isdigit() else None
 
 
 class Launch:
-    """One kernel with everything decided except its tensors: `launch(*tensors)`, in the order of its arguments.
+    """One kernel with all arguments fixed except its tensors: `launch(*tensors)`, in the order of its arguments.
 
-    A kernel may also take numbers that differ from launch to launch, behind its tensors; its `do_not_specialize` names
-    them.
-    It belongs to one device, which must be the current one at every call.
+    A kernel may also take numbers that differ from launch to launch, after its tensors; its `do_not_specialize` names
+    them. A `Launch` belongs to one device, which must be the current one at every call.
 
     From the second call on it skips Triton's look-up by type, alignment and value of every argument, which takes longer
-    than the rest of the launch. The look-up is not needed, because only calls that agree in all of these share a
-    `Launch`. On NVIDIA GPUs it calls the driver (`plan_driver_call`). Elsewhere it calls the compiled kernel on
-    addresses: for a tensor the kernel would ask where it lies, which the rules of the backend have checked already.
+    than the rest of the launch. The look-up is not needed, because only calls that agree in all of these use the same
+    `Launch`. On NVIDIA GPUs it calls the driver (`plan_driver_call`). On other GPUs it calls the compiled kernel with
+    addresses. With a tensor the kernel would check its device, which the rules of the backend have already done.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | int | None) -> None:
         by_driver, enter, leave = self.by_driver, _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        # A hook, for example of a profiler, wants to see launches by Triton. Without hooks there is None, or an empty
+        # A hook, for example of a profiler, is called only by Triton's launcher. Without hooks it is None, or an empty
         # chain.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.at_once is None:
             self._launch_by_triton(tensors)
@@ -275,7 +274,7 @@ class Launch:
                     self.by_driver = plan_driver_call(compiled, self.kernel.arg_names, arguments, self.grid, sent)
 
 
-_launches: Remembered[Launch] = Remembered(4096)
+_launches: ClockCache[Launch] = ClockCache(4096)
 
 
 def launch(
@@ -291,4 +290,4 @@ def launch(
     key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, types)
     options = {"num_warps": num_warps}
     with on_device(tensors[0]):
-        _launches.find(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)
+        _launches.get_or_make(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)

@@ -19,15 +19,16 @@ from flash_dmattn.problem import Band
 from .kernel_launch import ceil_div, launch, next_power_of_2
 from .mask_pack import list_tiles
 
-# Keys of a chunk, its warps, and the most chunks of a row: each program reads the counts of all chunks at once.
+# Keys of a chunk, its warps, and the maximum number of chunks of a row: a program needs the counts of all chunks at
+# once.
 CHUNK, CHUNK_NUM_WARPS, MOST_CHUNKS = 4096, 8, 1024
 # Keys and warps of the one chunk of a short row.
 SHORT_CHUNK, SHORT_NUM_WARPS = 1024, 4
-# Scores that a program converts to integers that sort alike, and its warps.
+# Scores that a program converts to integers of the same order, and its warps.
 SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
-# Places that a program fills, and its warps.
+# Columns of the result that a program writes, and its warps.
 PLACES_BLOCK, PLACES_NUM_WARPS = 512, 4
-# Tiles of queries that a program of the tile kernel compares with its 128 places at once, and its warps.
+# Tiles of queries that a program of the tile kernel compares with its 128 columns at once, and its warps.
 TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
 
@@ -87,7 +88,7 @@ def _key_set_kernel(
     prefix_ptr += head * (seqlen_k + 1)
     tl.store(prefix_ptr + keys, places, mask=inside)
     tl.store(kept_ptr + places, keys, mask=flags != 0)
-    # Places after the last kept key hold seqlen_k, which is no key.
+    # Columns after the last kept key have seqlen_k, which is no key.
     tl.store(kept_ptr + keys, tl.zeros_like(keys) + seqlen_k, mask=inside & (keys >= total))
     if chunk == 0:
         tl.store(prefix_ptr + seqlen_k, total)
@@ -117,7 +118,7 @@ def _interval_tiles_kernel(
     start_ptr, stop_ptr, order_ptr, bounds_ptr, classes_ptr, seqlen_q, seqlen_k, tiles_q, tiles_k,
     HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # A program takes 128 places of a head.
+    # A program has 128 columns of a head.
     head = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = tl.program_id(0) % tiles_k
     places = tile_k * TILE + tl.arange(0, TILE)
@@ -192,7 +193,7 @@ def _score_keys_kernel(
 
 
 class _Chunks(NamedTuple):
-    """How programs share the keys of a mask: keys of a chunk, warps of a program, and chunks of a row."""
+    """How the keys of a mask are split over programs: keys of a chunk, warps of a program, and chunks of a row."""
 
     size: int
     num_warps: int
@@ -233,7 +234,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-    """Launch the kernel of sort keys; returns what `flash_dmattn.masks.topk.score_keys` returns.
+    """Launch the kernel of sort keys; return what `flash_dmattn.masks.topk.score_keys` returns.
 
     Args:
         scores: float (B or 1, H or 1, 1, Lk), any strides.
@@ -254,7 +255,7 @@ def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
 
 
 def key_set(mask: torch.Tensor) -> KeySet:
-    """Launch the key set kernel; returns what `flash_dmattn.masks.prepared.packing.key_set` returns.
+    """Launch the key set kernel; return what `flash_dmattn.masks.prepared.packing.key_set` returns.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
@@ -276,7 +277,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
 
 
 def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
-    """Launch the key interval kernel; returns what `flash_dmattn.masks.prepared.intervals.key_intervals` returns.
+    """Launch the key interval kernel; return what `flash_dmattn.masks.prepared.intervals.key_intervals` returns.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
@@ -304,11 +305,11 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
 def first_places(
     start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel of places; returns what `flash_dmattn.masks.prepared.intervals.first_places` returns.
+    """Launch the kernel that writes columns; return what `flash_dmattn.masks.prepared.intervals.first_places` returns.
 
     Args:
         start, stop, order: int32 (Bm, Hm, Lk), contiguous.
-        places: how many places, up to Lk.
+        places: the number of columns, up to Lk.
     """
     batch, num_heads, seqlen_k = start.shape
     placed = [torch.empty(batch, num_heads, places, dtype=torch.int32, device=start.device) for _ in range(3)]
@@ -321,7 +322,7 @@ def first_places(
 
 
 def interval_tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
-    """Launch the tile kernel and the list kernel; returns what `packers.list_intervals` returns.
+    """Launch the tile kernel and the list kernel; return what `packers.list_intervals` returns.
 
     Args:
         start, stop: int32 (Bm, Hm, Lk), contiguous.

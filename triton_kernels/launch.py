@@ -1,4 +1,4 @@
-"""The launch plans of calls that are alike, their table, and calls whose pass is not planned."""
+"""Launch plans of classes of calls, the cache of plans, and calls that have no planned pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_dmattn.caches import ClockCache
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.problem.inputs import Inputs, Saved, in_rows
 from flash_dmattn.reference.entropy import NOTHING_SENT, SentEntropy
-from flash_dmattn.remembered import Remembered
 
 from . import plan_sequences
 from .kernel_launch import on_device
@@ -36,7 +36,7 @@ def forward(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor, flags: Flags) ->
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_forward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         key = ("forward", x.mask.form, flags, *signature(*tensors_of(x)))
-        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, *rows)
+        plans.get_or_make(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, *rows)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
@@ -68,8 +68,8 @@ def _short(x: Inputs) -> ShortCall:
 def planned_call(x: Inputs, flags: Flags, groups: bool = False) -> Call:
     """Describe a call to its kernels; with `groups` the G heads of a group are G queries of one head.
 
-    The one query is the last, which causality and the right side of a window do not limit, so these are dropped. The
-    plan itself runs on the tensors as the caller has them.
+    Causality and the right side of a window do not limit the one query, because it is the last, so these are dropped.
+    The plan itself runs on the tensors as the caller has them.
     """
     q, k, v, mask, bias, sink, sequences, _ = x
     if sequences is not None:
@@ -111,16 +111,16 @@ def backward(
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         tensors = (*tensors_of(x), dout, dlse, out, lse, sent.gradient)
         key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors))
-        plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
+        plan = plans.get_or_make(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
         return plan(Saved(x, out, lse), dout, dlse, sent)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
-    """Return whether delta, which all gradients but dv read, has to be computed from out in fp32.
+    """Return whether delta, which all gradients but dv need, has to be computed from out in fp32.
 
-    A row of few keys does not average out the rounding of out to 16 bits. If a call has few keys, its kernels take
-    delta from p and dp. If only a window leaves few keys to each query, these lie in several tiles, and out is computed
-    again in fp32.
+    In a short row the rounding of out to 16 bits does not average out. If all rows of a call are short, its kernels
+    compute delta from p and dp. If rows are short because of a window, their keys are in several tiles, and out is
+    computed again in fp32.
     """
     few = keys_of_query(seqlen_k, window) <= MOST_FEW_KEYS < seqlen_k
     return few and dtype != torch.float32 and (needs_grad.q or needs_grad.k or needs_grad.bias)
@@ -135,14 +135,14 @@ def _with_out_in_fp32(saved: Saved, flags: Flags) -> Saved:
     return saved._replace(out=out)
 
 
-# Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
-# to the tensors of the call that it was made for.
-plans: Remembered[Callable[..., Any]] = Remembered(4096)
+# Plans of calls with and without sequences, by all properties that decide a launch. A plan must not keep references to
+# the tensors of the call that it was made for.
+plans: ClockCache[Callable[..., Any]] = ClockCache(4096)
 on_change.append(plans.clear)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return what tensors decide of a launch: device, and shape, strides, dtype and alignment of each."""
+    """Return what decides a launch: the device, and shape, strides, dtype and alignment of each tensor."""
     parts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, *others)]
     return (q.get_device(), *parts)
 

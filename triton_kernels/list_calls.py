@@ -1,7 +1,8 @@
-"""The entry points of attention over lists, forward and backward, and the launches of each.
+"""Entry points of attention over lists: the forward and the backward pass, and their launches.
 
-The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend in each row, each once, with -1 behind
-the `count` (Bm, Hm, R) that there are. `slots` has the column of `values` of each, None where it is its own place.
+The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend strictly in each row, and are -1 after
+the first `count` (Bm, Hm, R). `slots` has the column of `values` of each key, None if the columns are in the order of
+the keys.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, li
 from .list_tiles import ListKernel, list_tile, members_of_program
 from .plan import MOST_FEW_KEYS, rows_of_flags
 from .plan_forward import empty_parts, num_key_shares, parts_of_rows, plan_combine
-from .precision import whole_precision
+from .precision import unsplit_precision
 from .sequences import NO_SEQUENCES
 from .tile_ops import LOG2E, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
-# Bytes that gradients of keys may take beside results, unless the least chunk takes more.
+# The most memory for temporaries of gradients of keys, in bytes, unless the smallest chunk needs more.
 SPACE = 2**30
-# A program adds at most so many rows one after the other. A key that every query names has one for each.
+# The maximum number of rows that a program adds in sequence. A key that every query lists has one row for each query.
 MOST_ROWS = 4096
 
 
 class ListNeeds(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients the call needs."""
 
     q: bool
     k: bool
@@ -53,10 +54,10 @@ class ListNeeds(NamedTuple):
 
 
 class ListFlags(NamedTuple):
-    """The numbers of a call. `keys_each` keys belong to a block that an entry names, `queries` queries to a list.
+    """The sizes of a call. An entry is a block of `keys_each` keys, and a list is for `queries` queries.
 
-    If there is no v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat`
-    and `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
+    Without v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat` and
+    `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
     """
 
     scale: float
@@ -74,7 +75,7 @@ class ListFlags(NamedTuple):
 
 
 class ListCall:
-    """Everything that one class of calls decides for its launches."""
+    """The properties of a class of calls that decide its launches."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class ListCall:
             if values.shape[2] != rows:
                 self.value_kind = OF_QUERIES.value
             else:
-                own = values.shape[1] not in (1, self.heads_k)
-                self.value_kind = OF_HEADS.value if own else OF_ENTRIES.value
+                is_per_head = values.shape[1] not in (1, self.heads_k)
+                self.value_kind = OF_HEADS.value if is_per_head else OF_ENTRIES.value
         self.is_biased = values is not None or bias is not None
         bias_kind = NO_BIAS.value
         if bias is not None:
@@ -135,7 +136,7 @@ class ListCall:
             "lists": self.lists,
             "blocks": self.blocks,
             "heads_k": self.heads_k,
-            # As of `Call`: with values or a bias scores are natural.
+            # As in `Call`: with values or a bias, scores are natural.
             "score_scale": flags.scale / flags.softcap
             if flags.softcap > 0
             else flags.scale * (1.0 if self.is_biased else LOG2E.value),
@@ -161,7 +162,7 @@ class ListCall:
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
             "WIDE": span > 2**31 - 1,
-            "PRECISION": whole_precision(q.dtype, self.arch, flags.allows_tf32),
+            "PRECISION": unsplit_precision(q.dtype, self.arch, flags.allows_tf32),
         }
 
     @property
@@ -170,20 +171,20 @@ class ListCall:
         return max(self.block_d + self.rest, self.block_dv) > 256
 
     def has_few_keys(self, step: int) -> bool:
-        """Return whether a step has all keys of a list, and these are so few that kernels take delta from p and dp."""
+        """Return whether one step covers a list, of so small a size that kernels compute delta from p and dp."""
         most, each = self.lists.most, self.flags.keys_each
         return min(most, self.blocks) * each <= step and min(most * each, self.shape.seqlen_k) <= MOST_FEW_KEYS
 
     @property
     def columns(self) -> int:
-        """Return how many columns of the head dims pass by at a time in kernels that walk along them."""
+        """Return the number of columns of the head dims in a step of kernels that loop over head dims."""
         return min(64, max(16, next_power_of_2(self.shape.head_dim_v)))
 
     @property
     def takes_inverse_lists(self) -> bool:
-        """Return whether a program for each block of keys computes dk and dv, and no rows are stored.
+        """Return whether a program computes dk and dv of one block of keys, so that no rows are stored.
 
-        It reads q and dout of every pair of a list and a block: once for `keys_each` keys.
+        It needs q and dout once for each pair of a list and a block.
         """
         if self.is_latent or self.has_wide_heads:
             return False
@@ -202,10 +203,10 @@ class ListCall:
         holds_v = head_dim > 256 and not self.is_latent
         return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each, holds_v)
 
-    def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
-        """Make the launch of a kernel: it takes its arguments by name from `values`, from the tile and from `own`."""
+    def launch(self, kernel: Any, programs: int, tile: Tile, **constants: Any) -> Launch:
+        """Make the launch of a kernel: its arguments are taken by name from `values`, the tile and `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-        rest = by_name(kernel, {**self.values, **sizes}, **own)
+        rest = by_name(kernel, {**self.values, **sizes}, **constants)
         return Launch(kernel, programs, rest, {"num_warps": tile.num_warps})
 
     def _strides(self, x: Tensor, repeat: int) -> BiasStrides:
@@ -219,7 +220,7 @@ def rows_of(x: Tensor) -> Strides:
 
 
 def _parts_of(head_dim: int) -> tuple[int, int]:
-    """Split a head dim into a power of 2 and a smaller one, 0 for none: 576 into 512 and 64, 96 into 64 and 32."""
+    """Split a head dim into two powers of 2, the second smaller or 0: 576 into 512 and 64, 96 into 64 and 32."""
     padded = max(16, next_power_of_2(head_dim))
     if padded <= 16 or padded == head_dim:
         return padded, 0
@@ -232,7 +233,7 @@ def _rest_of(head_dim: int, first: int) -> int:
 
 
 def shares_rows(head_dim: int, head_dim_v: int) -> bool:
-    """Return whether kernels read keys once for both products, if values are the first channels of keys.
+    """Return whether kernels load keys once for both products, if values are the first channels of keys.
 
     Values are then the first of the two parts of a head dim.
     """
@@ -253,16 +254,16 @@ def list_forward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and natural lse (B, Hq, Lq).
+    """Return out (B, Hq, Lq, Dv), contiguous as (B, Lq, Hq, Dv), and natural lse (B, Hq, Lq).
 
-    The largest scores and the entropies of rows follow, where the flags ask for them. lse is in fp32, or with values or
-    a bias in fp64, as `store_lse` stores it.
+    The maximum scores and the entropies of rows follow, if the flags ask for them. lse is in fp32, or with values or a
+    bias in fp64.
 
     Args:
         values: (Bv, Hv, Lq or R, slots), one for each entry of the lists. Hv is 1, Hk or Hq.
         bias_key: (1 or B, 1 or Hk or Hq, 1, Lk).
         sink: (Hq,).
-        tile: in the place of the table's.
+        tile: replaces the tile of the table.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
@@ -278,7 +279,7 @@ def list_forward(
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
-        plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)
+        plans.get_or_make(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse, *rows)
     return out.transpose_(1, 2), lse, *rows
 
 
@@ -288,10 +289,10 @@ def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[...,
     parts = ceil_div(call.members, tile.block_m)
     programs = call.owners * call.lists.rows * parts
     steps = ceil_div(call.lists.most * call.flags.keys_each, tile.block_n)
-    shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two to an SM: each waits for an index before its keys
+    shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two per SM: each waits for an index before its keys
     has_sink = call.values["HAS_SINK"]
-    own = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
-    launch = call.launch(list_forward_kernel, programs * shares, tile, **own)
+    constants = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
+    launch = call.launch(list_forward_kernel, programs * shares, tile, **constants)
     combine = None if shares == 1 else plan_combine(call.values, call.shape, shares, has_sink, False)
 
     def run(
@@ -330,17 +331,31 @@ def list_backward(
     tiles: dict[str, Tile] | None = None,
     sent: SentEntropy = NOTHING_SENT,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv, dvalues and dsink, None where not asked for; without v the gradient of both is dk.
+    """Return dq, dk, dv, dvalues and dsink, None where not needed; without v, dk is the gradient of both.
 
     Args:
-        inverse: what `inverse_lists` made of these lists, if somebody keeps it.
-        tiles: by name of a kernel, in the place of the table's.
+        inverse: the cached result of `inverse_lists` for these lists, or None.
+        tiles: tiles by the name of a kernel, which replace those of the table.
         sent: as for `launch.backward`.
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
-        own = (dlse, q, k, k[..., : flags.head_dim_v], keys, count, slots, values, bias_key, sink, out, lse, flags)
+        arguments = (
+            dlse,
+            q,
+            k,
+            k[..., : flags.head_dim_v],
+            keys,
+            count,
+            slots,
+            values,
+            bias_key,
+            sink,
+            out,
+            lse,
+            flags,
+        )
         others: dict[str, Any] = {"inverse": inverse, "tiles": tiles, "sent": sent}
-        dq, dk, dv, *rest = list_backward(dout, *own, needs._replace(v=needs.k), **others)
+        dq, dk, dv, *rest = list_backward(dout, *arguments, needs._replace(v=needs.k), **others)
         if dk is not None and dv is not None:
             dk[..., : flags.head_dim_v] += dv
         return dq, dk, None, *rest
@@ -348,10 +363,10 @@ def list_backward(
     v = None if v is None else _unit_rows(v)
     needs = needs._replace(values=needs.values and values is not None, sink=needs.sink and sink is not None)
     with on_device(q):
-        own = tuple(sorted((tiles or {}).items()))
+        tiles_key = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
         reads_once = v is not None and _lies_in(v, k)
-        key = ("list backward", flags, needs, own, reads_once, *signature(*tensors, sent.gradient))
+        key = ("list backward", flags, needs, tiles_key, reads_once, *signature(*tensors, sent.gradient))
         make = lambda: plan_list_backward(
             ListCall(q, k, v, keys, slots, values, bias_key, sink, flags),
             dout,
@@ -361,7 +376,7 @@ def list_backward(
             tiles or {},
             reads_once,
         )
-        return plans.find(key, make)(*tensors, inverse, sent)
+        return plans.get_or_make(key, make)(*tensors, inverse, sent)
 
 
 def plan_list_backward(
@@ -376,7 +391,8 @@ def plan_list_backward(
     """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse,
     sent).
 
-    With `reads_once` v lies in the rows of k. `list_pairs_kernel` then reads both at once; each has its gradient.
+    With `reads_once` v is a part of the rows of k. `list_pairs_kernel` then loads both together, but each has its
+    gradient.
     """
     shape = call.shape
     needs_keys = needs.k or (needs.v and not call.is_latent)
@@ -387,17 +403,17 @@ def plan_list_backward(
     if needs_keys and not by_inverse:
         fits = parts == 1 and max(call.block_d, call.block_dv) <= 128
         keep = ROWS.value if fits else PAIRS.value
-    # Wide heads: sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
+    # Wide heads: shared memory has no room for sums of dq, so a separate kernel computes them from ds.
     has_product = needs.q and call.has_wide_heads
     if call.has_wide_heads:
         keep = PAIRS.value
     chunks = _chunks_of(call, keep)
     few_keys = call.has_few_keys(queries.block_n)
     by_pairs = call.has_wide_heads and not few_keys
-    # An entry that stands for many keys may have nearly all of p. Its gradient is a sum of ds that cancel.
+    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel.
     has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
     makes_values = _plan_value_gradient(call, parts, has_masses)
-    own: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "dout_strides": rows_of(dout),
         "out_strides": rows_of(out),
         "dlse_strides": (0, 0, 0) if dlse is None else tuple(dlse.stride()),
@@ -412,7 +428,7 @@ def plan_list_backward(
         "WORDS": chunks.words,
     }
     programs = chunks.owners * chunks.rows
-    launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
+    launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **constants)
     if by_pairs:
         pairs = tiles.get("pairs") or call.tile("pairs")
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
@@ -428,8 +444,9 @@ def plan_list_backward(
         launch_delta = Launch(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
             by_name(
-                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=own["dlse_strides"], layout=None,
-                BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
+                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=constants["dlse_strides"],
+                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value,
+                SEARCH=False,
             ),
         )  # fmt: skip
     if by_inverse:
@@ -454,7 +471,7 @@ def plan_list_backward(
         written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
         rows = (dout, lse, delta, sent.gradient)
 
-        def run_queries(kept: Kept) -> None:
+        def run_queries(kept: ChunkRows) -> None:
             if by_pairs:
                 launch_pairs(
                     q, k, v_or_k, keys, count, slots_or, values_or, bias_or, *rows, *written[2:],
@@ -464,12 +481,12 @@ def plan_list_backward(
                 launch_queries(*read, sent.gradient, *written, *kept)
 
         if by_pairs:
-            row_lse = torch.empty_like(delta)  # which nobody reads: other kernels read lse itself
+            row_lse = torch.empty_like(delta)  # unused, because other kernels take lse itself
             launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, None, row_lse, None, delta, None)
 
         dk = dv = None
         if keep == NOTHING.value:
-            run_queries(Kept(keys, keys, keys, q, q, 0, 0))  # nothing is kept, and these are not read
+            run_queries(ChunkRows(keys, keys, keys, q, q, 0, 0))  # placeholders, because no rows are stored
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, rows, *lists)
@@ -490,11 +507,11 @@ def plan_list_backward(
     return run
 
 
-class Kept(NamedTuple):
-    """The last arguments of the kernel of queries: where it keeps rows or pairs of a chunk for the gradients of keys.
+class ChunkRows(NamedTuple):
+    """The last arguments of the kernel of queries: where it stores rows or pairs of a chunk for the gradients of keys.
 
-    `words`, `before` and `offsets` give each row its place. `rows` gets the rows, or with PAIRS p, and `ds` gets ds.
-    The chunk begins at `first_owner` and `first_row`.
+    `words`, `before` and `offsets` decide the index of each row. `rows` gets the rows, or with PAIRS p, and `ds` gets
+    ds. The chunk begins at `first_owner` and `first_row`.
     """
 
     words: Tensor
@@ -507,7 +524,7 @@ class Kept(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How many owners and rows of lists one launch has, and words of bits of each key of an owner."""
+    """The number of owners and rows of lists of one launch, and of 32-bit words of each key of an owner."""
 
     owners: int
     rows: int
@@ -515,7 +532,7 @@ class Chunks(NamedTuple):
 
 
 def _chunks_of(call: ListCall, keep: int) -> Chunks:
-    """Choose the chunks whose rows, or p and ds too, fit in `SPACE`: few owners with many rows of lists each."""
+    """Choose chunks whose rows, or p and ds too, take at most `SPACE` bytes, with as many rows an owner as possible."""
     rows = call.lists.rows
     if keep == NOTHING.value:
         return Chunks(call.owners, rows, 1)
@@ -532,19 +549,19 @@ def _row_size(call: ListCall) -> int:
 
 
 def _row_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Sums of a group may pass the range of fp16.
+    # Sums over a group may exceed the range of fp16.
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def _plan_rows(
     call: ListCall, chunks: Chunks, dout: Tensor, keep: int, needs_keys: bool, has_product: bool, tiles: dict[str, Tile]
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """Plan dk and dv by rows, and dq out of ds: run(q, k, keys, count, dout, dq, run_queries)."""
+    """Plan dk and dv from rows, and dq from ds: run(q, k, keys, count, dout, dq, run_queries)."""
     shape, size, keys_of_chunk = call.shape, _row_size(call), chunks.owners * call.shape.seqlen_k
     places, programs = call.lists.most * call.flags.keys_each, chunks.owners * chunks.rows
-    own: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
+    constants: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
     step = min(1024, next_power_of_2(places))
-    bits = call.launch(list_bits_kernel, programs, Tile(16, step, 4, 1), **own)
+    bits = call.launch(list_bits_kernel, programs, Tile(16, step, 4, 1), **constants)
     in_block = max(1, 2048 // chunks.words)
     counting = Tile(16, 16, 4, 1)
     counts_launch = call.launch(
@@ -556,7 +573,7 @@ def _plan_rows(
     rows_launch = call.launch(
         list_rows_kernel, programs * tiles_n, making,
         dout_strides=rows_of(dout), COLUMNS=call.columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n,
-        **own,
+        **constants,
     )  # fmt: skip
     product = tiles.get("product") or call.tile("product")
     parts = ceil_div(call.members, product.block_m)
@@ -575,7 +592,7 @@ def _plan_rows(
 
     def run(
         q: Tensor, k: Tensor, keys: Tensor, count: Tensor, dout: Tensor, dq: Tensor | None,
-        run_queries: Callable[[Kept], None],
+        run_queries: Callable[[ChunkRows], None],
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         device = q.device
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
@@ -592,7 +609,7 @@ def _plan_rows(
                     bits(keys, count, words.zero_(), owner, row)
                     counts_launch(words, before, counts)
                     offsets = counts.cumsum(0, dtype=torch.int32) - counts
-                run_queries(Kept(words, before, offsets, *kept, owner, row))
+                run_queries(ChunkRows(words, before, offsets, *kept, owner, row))
                 if has_product:
                     product_launch(k, keys, count, kept[1], dq, owner, row)
                 if not needs_keys:
@@ -614,11 +631,11 @@ def _plan_rows(
 
 
 def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Sort the entries of each head of lists by block, then by row, and say where each block begins.
+    """Sort the entries of each head of lists by block, then by row; return them and the first entry of each block.
 
     Args:
         keys: (Bm, Hm, R, K).
-        blocks: how many blocks of keys there are.
+        blocks: the number of blocks of keys.
 
     Returns:
         (Bm * Hm, R * K) and (Bm * Hm, blocks + 1).
@@ -628,8 +645,10 @@ def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     inverse = torch.empty(flat.shape, dtype=dtype, device=keys.device)
     offsets = torch.empty(flat.shape[0], blocks + 1, dtype=dtype, device=keys.device)
     edges = torch.arange(blocks + 1, dtype=torch.int32, device=keys.device)
-    for own, into, begin in zip(flat, inverse, offsets, strict=True):  # one by one: a sort takes five times their bytes
-        ordered, order = own.sort(stable=True)
+    for unsorted, into, begin in zip(
+        flat, inverse, offsets, strict=True
+    ):  # one by one: sorting needs five times the memory
+        ordered, order = unsorted.sort(stable=True)
         into.copy_(order)
         begin.copy_(torch.searchsorted(ordered, edges))
     return inverse, offsets
@@ -647,7 +666,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
     tile = tiles.get("keys") or call.tile("keys")
     head_dims = (shape.head_dim, shape.head_dim_v)
     owners = max(1, min(call.owners, SPACE // max(1, 4 * most_segments * keys_each * sum(head_dims))))
-    own: dict[str, Any] = {"most_segments": most_segments}
+    constants: dict[str, Any] = {"most_segments": most_segments}
     strides = (call.values["q_strides"], rows_of(dout))
     wide = max(shape.seqlen_q * x.row + shape.num_heads * x.head for x in strides) > 2**31 - 1
     keys_launch = call.launch(
@@ -658,7 +677,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         WIDE_ROWS=wide,
         cut=cut,
         dout_strides=rows_of(dout),
-        **own,
+        **constants,
     )
     block = min(1024, next_power_of_2(keys_each * max(head_dims)))
     adds = []
@@ -672,7 +691,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
                 DIM=dim,
                 BLOCK=block,
                 TILES=parts,
-                **own,
+                **constants,
             )
         )
 
@@ -703,7 +722,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
 
 
 class ValueGradient(NamedTuple):
-    """How the gradient of values is allocated for the kernel, and made of it."""
+    """How the gradient of values is allocated for the kernel, and computed from what the kernel stores."""
 
     allocate: Callable[[Tensor], Tensor]
     finish: Callable[[Tensor, Tensor], Tensor]
@@ -712,7 +731,7 @@ class ValueGradient(NamedTuple):
 def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueGradient:
     """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head.
 
-    With masses it writes the latter, and masses beside it.
+    With masses it writes the latter, and also the masses.
     """
     shape, lists, flags = call.shape, call.lists, call.flags
     if call.value_kind == OF_ENTRIES.value and not has_masses:
@@ -724,7 +743,7 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
         size = (*sizes, lists.most)
         if has_masses:
             return torch.zeros(2, *size[1:], dtype=torch.float32, device=values.device)
-        # Zeros: an entry beyond the count, and one that canonical lists dropped, are nobody's.
+        # Zeros, because no kernel writes entries beyond the count, or entries that canonical lists dropped.
         is_own = size == (1, *values.shape)
         return torch.zeros(size, dtype=values.dtype if is_own else torch.float32, device=values.device)
 
@@ -733,7 +752,7 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
             return written[0].to(values.dtype)
         sums = written.sum(0)
         entries, heads, rows, _ = values.shape
-        if rows != sums.shape[2]:  # queries of a list share its values
+        if rows != sums.shape[2]:  # all queries of a list have the same values
             missing = rows * flags.queries - sums.shape[2]
             sums = torch.nn.functional.pad(sums, (0, 0, 0, missing)).unflatten(2, (rows, flags.queries)).sum(3)
         if heads != sums.shape[1]:
@@ -747,10 +766,10 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
 def true_sums(
     sums: Tensor, masses: Tensor, delta: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None
 ) -> None:
-    """Correct sums of ds over the keys of each entry, in place, by the delta that p and dp have.
+    """Correct sums of ds over the keys of each entry, in place, to the delta that follows from p and dp.
 
-    ds = p * (dp - delta) has the delta of an out that was rounded. Where one entry has nearly all of p, its sum is
-    little but that rounding. The sums of a whole row say what delta should have been.
+    ds = p * (dp - delta) has the delta of an out that was rounded. If one entry has nearly all of p, its sum is mostly
+    that rounding error. The sums of a whole row tell the exact delta.
 
     Args:
         sums: (1, B, Hq, Lq, entries) of ds.
@@ -779,12 +798,12 @@ def _lies_in(v: Tensor, k: Tensor) -> bool:
 
 
 def _contiguous_out(out: Tensor) -> Tensor:
-    # As the forward pass made it, unless somebody else did.
+    # The forward pass returns it in this layout; other callers may not.
     return out.transpose(1, 2).contiguous()
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    # A kernel never reads what its constants leave out; it gets a tensor of the call in its place.
+    # A kernel does not access arguments that its constants exclude; any tensor of the call is a placeholder.
     return other if x is None else x
 
 

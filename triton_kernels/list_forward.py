@@ -1,6 +1,6 @@
 """The forward kernel of attention over lists: out and lse of the members of one row of lists.
 
-It walks the list as `forward.py` walks blocks of keys, with the same formulas.
+It loops over the list as `forward.py` loops over blocks of keys, with the same formulas.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def list_forward_kernel(
 ):
     """Compute one part of the members of a row; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous.
 
-    With SHARES above 1 a program walks one share of the list. out and lse then have a first dim of shares, and
-    `combine_kernel` joins these. `largest` and `entropy` are like lse, and None where they are not asked for.
+    With SHARES above 1 a program has one split of the list. out and lse then have a first dim of splits, which
+    `combine_kernel` combines. `largest` and `entropy` are like lse, and None if not needed.
 
-    Head dims are BLOCK_D columns and REST more. With LATENT the values of keys are their first BLOCK_D columns.
+    Head dims have BLOCK_D columns and REST more. With LATENT the values of keys are their first BLOCK_D columns.
 
-    All rows of a key-value head follow each other, so that its k and v stay in L2.
+    All rows of a key-value head are consecutive programs, so that its k and v stay in L2.
     """
     score_scale = tl.cast(score_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

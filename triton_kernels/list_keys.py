@@ -1,8 +1,8 @@
 """The key-stationary backward kernel of attention over lists: dk and dv of a block of keys by its inverse list.
 
-The inverse list of a block of keys has the entries of all rows of lists that name the block, in the order of the rows.
-A program visits a segment of it, so that a block that every query names does not keep one program busy for long. It
-stores fp32 sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
+The inverse list of a block of keys has the entries of all rows of lists that contain the block, in the order of the
+rows. A program has a segment of it, because a block in every list would keep one program busy for long. It stores fp32
+sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def list_keys_kernel(
     """Compute dk and dv of one segment of an owner, a key-value head of an entry; owners begin with `first_owner`.
 
     inverse (lists, rows * most) has the sorted entries, offsets (lists, blocks + 1) the first entry of each block, and
-    segments (lists, blocks + 1) its first segment. A segment has `cut` entries, the last of a block may
-    have fewer. parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
+    segments (lists, blocks + 1) its first segment. A segment has `cut` entries; the last one of a block may be shorter.
+    parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
     """
     score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -88,8 +88,8 @@ def list_keys_kernel(
     b = (owner // heads_k).to(tl.int64)
     h_k = owner % heads_k
     first_row = entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head
-    own = first_row // lists.rows
-    segments += own * (blocks + 1)
+    head_of_lists = first_row // lists.rows
+    segments += head_of_lists * (blocks + 1)
     if segment >= tl.load(segments + blocks):
         return
     low = 0
@@ -99,11 +99,11 @@ def list_keys_kernel(
         is_later = tl.load(segments + middle) > segment
         low = tl.where(is_later, low, middle)
         high = tl.where(is_later, middle, high)
-    offsets += own * (blocks + 1) + low
+    offsets += head_of_lists * (blocks + 1) + low
     MEMBERS: tl.constexpr = GROUP * QUERIES
     begin = tl.load(offsets) + (segment - tl.load(segments + low)) * cut
     end = tl.minimum(begin + cut, tl.load(offsets + 1))
-    inverse += own * lists.rows * lists.most
+    inverse += head_of_lists * lists.rows * lists.most
     slots += first_row * lists.most
 
     inside = tl.arange(0, BLOCK_N)
@@ -189,7 +189,7 @@ def list_keys_kernel(
         else:
             allowed = key_ok[:, None]
         statistics = h * shape.seqlen_q + rows
-        natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p of no row is 0
+        natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p is 0 without a row
         lse_rows, low_rows = lse_of_rows(natural, BIASED)
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
         g = load_entropy_gradient(dentropy, statistics, row_ok)
@@ -244,8 +244,8 @@ def list_segments_kernel(
         return
     b = (owner // heads_k).to(tl.int64)
     h_k = owner % heads_k
-    own = (entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head) // lists.rows
-    segments += own * (blocks + 1) + block
+    head_of_lists = (entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head) // lists.rows
+    segments += head_of_lists * (blocks + 1) + block
     value = tile * BLOCK + tl.arange(0, BLOCK)
     keys = block * KEYS_EACH + value // DIM
     inside = (value < KEYS_EACH * DIM) & (keys < shape.seqlen_k)

@@ -1,12 +1,12 @@
-"""Device functions of attention over lists: each query, or block of queries, names the keys or blocks of keys it sees.
+"""Device functions of attention over lists: each query, or block of queries, has a list of its keys or blocks of keys.
 
-A row of lists has QUERIES queries of one key-value head. Its entries name blocks of KEYS_EACH keys, in ascending order,
+A row of lists has QUERIES queries of one key-value head. Its entries are blocks of KEYS_EACH keys, in ascending order,
 each once. A place is one key of one entry: place // KEYS_EACH is the entry.
 
-The rows of a tile, its members, are the queries of a row of lists, each for all heads of the group. So the group reads
-its keys once. Member n has query n // GROUP and head n % GROUP. PARTS programs share the members.
+The rows of a tile, its members, are the queries of a row of lists, each for all heads of the group. So keys are loaded
+once for a group. Member n has query n // GROUP and head n % GROUP. The members are split over PARTS programs.
 
-Numbers in slots are columns of the values, which the caller's own order of entries decides.
+Slots are columns of the values, which are in the order of the caller's entries.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 from .bias_forms import KEY_BIAS, NO_BIAS
 from .tile_ops import LOG2E, entry_of, in_band, shared_head, split_lse
 
-# How the values of entries are read: not at all, one for each entry, also one for each query head, also one for each
-# query of a row of lists.
+# How many values there are: none, one for each entry, one also for each query head, one also for each query of a row of
+# lists.
 NO_VALUES: tl.constexpr = tl.constexpr(0)
 OF_ENTRIES: tl.constexpr = tl.constexpr(1)
 OF_HEADS: tl.constexpr = tl.constexpr(2)
@@ -28,7 +28,7 @@ OF_QUERIES: tl.constexpr = tl.constexpr(3)
 
 
 class Lists(NamedTuple):
-    """Where the lists of an owner, a key-value head of an entry of the batch, begin: `batch` and `head` count rows.
+    """Offsets of the lists of an owner, a key-value head of an entry of the batch: `batch` and `head` count rows.
 
     A head has `rows` rows of `most` entries. `repeat` and `entries` are as in `BiasStrides`.
     """
@@ -43,7 +43,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def row_of_lists(b, h_k, row, lists):
-    """Return the number of a row among the rows of all lists."""
+    """Return the index of a row among the rows of all lists."""
     return entry_of(b, lists) * lists.batch + h_k.to(tl.int64) * lists.head + row
 
 
@@ -79,7 +79,7 @@ def load_keys(
 ):  # fmt: skip
     """Load the rows of keys of one head.
 
-    A key of a block that is not seen is zero, so that nothing of it reaches a product. Single keys are all listed.
+    Keys of a block that are hidden are zero, so that NaN in them reaches no product. Single keys are all visible.
     """
     if WIDE:
         at = keys.to(tl.int64) * stride
@@ -105,9 +105,9 @@ def keys_at(
 ):  # fmt: skip
     """Return the entries of BLOCK_N places from `start` on, their keys, and whether there is a key.
 
-    A place beyond the end repeats the last single key, whose loads then need no mask. Lists of single keys for one
-    query lie in its band. For blocks of keys and one query the band is in the answer, else `members_see` has it. The
-    entry is one number where one entry has all places.
+    A place beyond the end has the last single key again, so that loads need no mask. Lists of single keys for one query
+    are within its band. For blocks of keys and one query the result includes the band, otherwise `members_see` applies
+    it. The entry is one number if one entry has all BLOCK_N places.
     """
     place = start + tl.arange(0, BLOCK_N)
     if KEYS_EACH == 1:
@@ -132,7 +132,7 @@ def keys_at(
 def members_see(
     s, rows, keys, key_ok, shape, QUERIES: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Set scores of members to -inf where there is no key, or the band leaves it out."""
+    """Set scores of members to -inf where there is no key, or the band hides it."""
     allowed = key_ok[None, :]
     if QUERIES > 1 and (LEFT or RIGHT):
         allowed = allowed & in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
@@ -163,7 +163,7 @@ def slots_at(
 
 @triton.jit
 def values_of(values, strides, b, h_k, row, rows, h, GROUP: tl.constexpr, VALUES: tl.constexpr):
-    """Return where the values of a row of lists begin, or where each of its members has its own."""
+    """Return the address of the first value of a row of lists, or of each of its members."""
     if VALUES == NO_VALUES:
         return 0
     elif VALUES == OF_ENTRIES:
@@ -178,7 +178,7 @@ def values_of(values, strides, b, h_k, row, rows, h, GROUP: tl.constexpr, VALUES
 def add_values(
     x, factor, head, stride, slot, key_ok, row_ok, VALUES: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr
 ):  # fmt: skip
-    """Make scores out of what `scaled` returned: x * factor plus the values of a step's entries, rounded once."""
+    """Compute scores from the result of `scaled`: x * factor plus the values of a step's entries, rounded once."""
     if VALUES == OF_ENTRIES:
         if KEYS_EACH == 1:
             return tl.fma(x, factor, tl.load(head + slot * stride).to(tl.float32)[None, :])
@@ -195,7 +195,7 @@ def add_values(
 
 @triton.jit
 def bias_of_keys(bias, strides, b, h_k, h, GROUP: tl.constexpr, BIAS: tl.constexpr):
-    """Return where a bias per key begins: KEY_BIAS has one for all members, another bias one for each."""
+    """Return the address of a bias per key: one for all members with KEY_BIAS, otherwise one for each member."""
     if BIAS == NO_BIAS:
         return 0
     elif BIAS == KEY_BIAS:
@@ -206,7 +206,7 @@ def bias_of_keys(bias, strides, b, h_k, h, GROUP: tl.constexpr, BIAS: tl.constex
 
 @triton.jit
 def add_key_bias(x, factor, head, stride, keys, key_ok, row_ok, BIAS: tl.constexpr):
-    """Make scores as `add_values` does, with a bias per key. With a factor of 1 it adds to scores."""
+    """Compute scores as `add_values` does, with a bias per key. With a factor of 1 it adds to scores."""
     if BIAS == NO_BIAS:
         return x * factor
     elif BIAS == KEY_BIAS:
@@ -242,10 +242,8 @@ def popcount(x):
 def places_in_rows(words, before, offsets, owner, keys, key_ok, local, shape, WORDS: tl.constexpr):
     """Return the row of dk and dv for each key of the `local`-th row of lists of a chunk.
 
-    All rows of a key follow each other.
-
-    A key has WORDS words of bits, one bit for each row of lists of the chunk. `before` counts the bits of the words
-    before, `offsets` the rows of the keys before.
+    All rows of a key are consecutive. A key has WORDS words of 32 bits, one bit for each row of lists of the chunk.
+    `before` counts the bits of earlier words, `offsets` the rows of earlier keys.
     """
     key = owner.to(tl.int64) * shape.seqlen_k + keys
     at = key * WORDS + local // 32
@@ -270,8 +268,8 @@ def store_value_gradients(
 ):  # fmt: skip
     """Store the gradients of a step's values.
 
-    `sums` has a gradient for each place, over all members (AXIS 0), or for each member and place (AXIS 1).
-    If an entry has places in several steps, `carried` adds them, and each step stores what there is so far.
+    `sums` has a gradient for each place, over all members (AXIS 0), or for each member and place (AXIS 1). If an entry
+    spans several steps, `carried` has the sum of the steps so far, which each step stores.
     """
     if KEYS_EACH >= BLOCK_N:
         carried = tl.where(start % KEYS_EACH == 0, 0.0, carried) + tl.sum(sums, AXIS)

@@ -1,4 +1,4 @@
-"""The kernel that lists the best scored keys of each row: it reads a row once, and keeps it in registers."""
+"""The kernel that lists the keys of highest score in each row: each row is loaded once and kept in registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_dmattn.masks import topk
 
 from .kernel_launch import launch, next_power_of_2
 
-# Most keys of a row, and the keys of a warp: a thread keeps 32.
+# The maximum number of keys of a row, and the keys of a warp: a thread keeps 32.
 MOST_KEYS, KEYS_OF_WARP = 32768, 1024
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
@@ -23,12 +23,12 @@ def _best_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     keys = tl.load(keys_ptr + row * columns + column, mask=column < columns, other=LOWEST)
-    # The k-th best key, bit by bit: the largest number that at least k keys reach.
+    # Find the k-th largest key bit by bit: the largest number that at least k keys reach.
     least = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= k, 0, LOWEST)
     for bit in range(31):
         more = least + (1 << (30 - bit))
         least = tl.where(tl.sum((keys >= more).to(tl.int32), 0) >= k, more, least)
-    # The earliest keys that tie with it have the room that is left: those before the largest limit that fits.
+    # Keys that tie with it are taken in order until there are k: keys before the largest limit that allows it.
     room = k - tl.sum((keys > least).to(tl.int32), 0)
     limit = 0
     for bit in range(BITS):
@@ -45,9 +45,9 @@ def _best_kernel(
 def list_best(
     keys: torch.Tensor, last: torch.Tensor, k: int, local: int, places: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; takes and returns what `flash_dmattn.masks.topk.list_best` does.
+    """Launch the kernel; the arguments and the result are as in `flash_dmattn.masks.topk.list_best`.
 
-    Rows of more keys than registers hold, and keys of scores in fp64, are listed in PyTorch.
+    PyTorch lists rows with more keys than registers hold, and keys of scores in fp64.
     """
     batch, heads, rows, columns = keys.shape
     if keys.dtype != torch.int32 or columns > MOST_KEYS:

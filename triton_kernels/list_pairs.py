@@ -1,7 +1,7 @@
-"""p, ds and the gradients of values of attention over lists, for head dims whose rows do not fit in shared memory.
+"""p, ds and the gradients of values of attention over lists, for head dims whose rows exceed shared memory.
 
-A program has a tile of members and places. It walks along the head dim, so that q, dout and keys pass by in narrow
-columns. `list_product.py` and `list_rows.py` multiply the p and ds that it stores.
+A program has a tile of members and places. It loops over the head dim, in narrow columns of q, dout and keys.
+`list_product.py` and `list_rows.py` multiply the p and ds that it stores.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def list_pairs_kernel(
     line = program.to(tl.int64) * (GROUP * QUERIES) + member
     pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
     at = (line * pitch)[:, None] + place[None, :]
-    # Zeros where there is no key, which readers do not mask.
+    # Zeros where there is no key, because later kernels do not mask.
     inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
     tl.store(kept_p + at, p.to(kept_p.dtype.element_ty), mask=inside)
     tl.store(kept_ds + at, ds.to(kept_ds.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""dq of attention over lists from kept ds, for head dims whose sums do not fit beside the tiles that ds is made of."""
+"""dq of attention over lists from stored ds, for head dims that leave no shared memory for sums of dq."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_product_kernel(
     STAGES: tl.constexpr,
     COLUMN_PARTS: tl.constexpr,
 ):
-    """Compute some columns of dq for one part of the members of a row: an equal share of both parts of the head dim."""
+    """Compute some columns of dq, equally many of both parts of the head dim, for one part of the members of a row."""
     scale = tl.cast(scale, tl.float32)
     program = tl.program_id(0)
     column = program % COLUMN_PARTS

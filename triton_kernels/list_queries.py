@@ -1,9 +1,9 @@
 """The query-stationary backward kernel of attention over lists: dq, delta and the gradient of values, of one row.
 
-p = exp(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k;  a value's gradient is the sum of ds over who read it
+p = exp(s - lse); ds = p * (dout @ v^T - delta); dq += ds @ k; dvalue = sum of ds over the scores with the value
 
-For dk and dv it also stores, as rows, what a row of lists adds to each of its keys: see `list_rows.py`. Or it stores p
-and ds, and another kernel makes the rows.
+For dk and dv it also stores the contribution of a row of lists to each of its keys, as rows: see `list_rows.py`. Or it
+stores p and ds, and another kernel computes the rows.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def list_queries_kernel(
 ):
     """Compute one part of the members of a row, among `chunk` rows from `first_row` on of owners from `first_owner` on.
 
-    dq (B, Lq, Hq, D) and delta (B, Hq, Lq) are contiguous. dvalues has (PARTS, B, Hk, rows, slots), or
-    (B, Hq, Lq, slots) where members have values of their own. With MASSES it has the latter, too, and masses gets the
-    sum of p over the keys of each entry: `true_sums` in `list_calls.py` needs both.
+    dq (B, Lq, Hq, D) and delta (B, Hq, Lq) are contiguous. dvalues has (PARTS, B, Hk, rows, slots), or (B, Hq, Lq,
+    slots) if each member has its values. With MASSES it also has the latter shape, and masses gets the sum of p over
+    the keys of each entry, for `true_sums` in `list_calls.py`.
     """
     score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -229,7 +229,7 @@ def list_queries_kernel(
             line = program.to(tl.int64) * (GROUP * QUERIES) + member
             pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
             at = (line * pitch)[:, None] + place[None, :]
-            # Zeros where there is no key, which readers do not mask.
+            # Zeros where there is no key, because later kernels do not mask.
             inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
             tl.store(kept + at, p.to(kept.dtype.element_ty), mask=inside)
             tl.store(kept_ds + at, ds_tile, mask=inside)

@@ -1,15 +1,15 @@
-"""dk and dv of attention over lists by rows: what a row of lists adds to one of its keys is stored, then added by key.
+"""dk and dv of attention over lists: the contribution of a row of lists to each key is stored, then added by key.
 
 A chunk of rows of lists goes through four kernels:
 
 1. `list_bits_kernel` sets a bit for each pair of a key and a row of lists, by atomic or, whose order does not matter.
-2. `list_counts_kernel` counts the bits, so that each pair has a place: the rows of a key follow each other, in the
-   order of the lists.
-3. `list_queries_kernel` stores [ds^T q | p^T dout] of each pair at its place, in one row. If several programs share the
-   members, or the head dims are wide, p and ds are stored instead, and `list_rows_kernel` makes the rows of them.
+2. `list_counts_kernel` counts the bits, which gives each pair an index: the rows of a key are consecutive, in the order
+   of the lists. 3. `list_queries_kernel` stores [ds^T q | p^T dout] of each pair at its index, in one row. If the
+   members are split over programs, or the head dims are wide, it stores p and ds instead, and `list_rows_kernel`
+   computes the rows.
 4. `list_add_kernel` adds the rows of each key to its sums.
 
-Sizes and lists alone decide every order of sums, so results repeat exactly.
+The order of every sum depends only on sizes and lists, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def list_bits_kernel(
     RIGHT: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Set the bits of one row of lists; words (owners, Lk, WORDS) hold zeros before."""
+    """Set the bits of one row of lists; words (owners, Lk, WORDS) are zero at first."""
     program = tl.program_id(0)
     local = program % chunk
     row = first_row + local
@@ -58,7 +58,7 @@ def list_bits_kernel(
 
 @triton.jit
 def list_counts_kernel(words, before, counts, number, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Count, for BLOCK of `number` keys, the bits of the words before each word, and of all words."""
+    """Count the bits before each word, and of all words, for BLOCK of `number` keys."""
     key = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_key = key < number
     at = key[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -72,7 +72,7 @@ def load_kept(
     kept, row, block, place, pitch, shape,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Load kept p or ds of a block of members, with places as rows. Rows of places without a key may be anything."""
+    """Load stored p or ds of a block of members, with places as rows. Rows without a key are undefined."""
     member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = (member < GROUP * QUERIES) & (row * QUERIES + member // GROUP < shape.seqlen_q)
     at = kept + (member.to(tl.int64) * pitch)[:, None] + place[None, :]
@@ -85,9 +85,9 @@ def add_members(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     IS_CUT: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of p or ds of all members with their rows of x: of `tile` if it is there, else of what is kept.
+    """Add the products of p or ds of all members with their rows of x; p or ds is `tile`, or loaded if that is None.
 
-    More blocks than one are a loop of their own: unrolled, all of them would be in shared memory at once.
+    Several blocks are a separate loop, because unrolled blocks would all be in shared memory at the same time.
     """
     if BLOCKS == 1:
         queries, h, row_ok = members_of(0, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
@@ -138,7 +138,7 @@ def list_rows_kernel(
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Make the rows of BLOCK_N places of one row of lists out of p and ds of all of its members."""
+    """Compute the rows of BLOCK_N places of one row of lists from p and ds of all of its members."""
     scale = tl.cast(scale, tl.float32)
     start = tl.program_id(0) % TILES * BLOCK_N
     program = tl.program_id(0) // TILES
@@ -163,7 +163,7 @@ def list_rows_kernel(
     pitch = lists.most * KEYS_EACH
     kept, places = program.to(tl.int64) * MEMBERS * pitch, start + tl.arange(0, BLOCK_N)
     BLOCKS: tl.constexpr = (MEMBERS + BLOCK_M - 1) // BLOCK_M
-    if BLOCKS == 1:  # one tile of p and ds serves all columns
+    if BLOCKS == 1:  # all columns use one tile of p and ds
         ds_tile = load_kept(kept_ds + kept, row, 0, places, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
         p_tile = load_kept(kept_p + kept, row, 0, places, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
     else:

@@ -1,4 +1,4 @@
-"""The packing kernels: they read a bool mask once, and write bits, tile classes and tile lists.
+"""The packing kernels: they load a bool mask once, and write bits, tile classes and tile lists.
 
 For the mask m of one head, with low <= j - i <= high the allowed diagonals:
 
@@ -6,10 +6,10 @@ For the mask m of one head, with low <= j - i <= high the allowed diagonals:
     bits[i, w]    = sum over t < 32 of allowed[i, 32 w + t] << t
     class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise
 
-`_pack_kernel` is bound by reading m: it reads 1 byte per element and writes 1/8. A program takes 128 rows by BLOCK_K
-keys. Aligned rows are read 16 bytes a load. A multiplication turns four bools in an int32 into four bits (a nibble).
-Eight nibbles, four in each of two neighbouring threads, are summed to a word. `_list_kernel` then reads the classes
-only, which have 1/16384 of the bytes of the mask.
+`_pack_kernel` is bound by the bandwidth of loading m: 1 byte per element, for 1/8 byte that it writes. A program takes
+128 rows by BLOCK_K keys. Aligned rows are loaded by 16 bytes. A multiplication turns four bools in an int32 into four
+bits (a nibble). Eight nibbles, four in each of two neighbouring threads, are summed to 32 bits. `_list_kernel` then
+needs only the classes, which have 1/16384 of the bytes of the mask.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flash_dmattn.problem import Band
 
 from .kernel_launch import ceil_div, launch
 
-# Keys of a strip, and warps, by the bytes of a load. Wide loads (16 bytes): 64 KB a program, 256 bytes a thread, and a
-# warp reads 512 contiguous bytes at once. Narrow loads: half as many keys, because a thread holds four times as many
-# addresses. Compiled for sm_90, the wide kernel takes 56 registers, or 97 with a band.
+# Keys of a strip, and warps, by the bytes of a load. Wide loads (16 bytes): 64 KB a program, 256 bytes a thread, and
+# 512 contiguous bytes a warp. Narrow loads: half the keys, because a thread holds four times the addresses. Compiled
+# for sm_90, the wide kernel takes 56 registers, or 97 with a band.
 #
 #     bytes of a load   instructions a byte   with a band
 #     16                 3.0                   4.0
@@ -38,7 +38,7 @@ LIST_BLOCK, LIST_NUM_WARPS = 256, 2
 
 @triton.jit
 def ones_below(n):
-    """Return words whose n lowest bits are set: none for n < 1, all 32 for n > 31."""
+    """Return int32 with the n lowest bits set: none for n < 1, all 32 for n > 31."""
     n = tl.minimum(tl.maximum(n, 0), 32)
     ones = (tl.full(n.shape, 1, tl.uint32) << tl.minimum(n, 31).to(tl.uint32)) - 1
     return tl.where(n == 32, tl.full(n.shape, 0xFFFFFFFF, tl.uint32), ones)
@@ -87,8 +87,8 @@ def load_narrow(
     VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Load bits of keys with any stride and alignment (VEC = 1), or 4 aligned bytes at a time (VEC = 4)."""
-    # Four neighbouring lanes read neighbouring keys of one word, step by step until the word is complete. So each lane
-    # gathers a quarter of a word in its own register, and two exchanges between lanes complete it. All but the first of
+    # Four neighbouring lanes load neighbouring keys of the same 32, step by step until all are loaded. So each lane
+    # collects a quarter of the bits in its register, and two exchanges between lanes combine them. All but the first of
     # these loads hit the L1 cache.
     word_keys = first_key + tl.arange(0, BLOCK_K // 32) * 32
     starts = (rows.to(tl.int64) * stride_q)[:, None, None]
@@ -122,7 +122,7 @@ def _pack_kernel(
     tiles_q, tiles_k, strips,
     VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs read neighbouring keys of the same rows.
+    # Neighbouring programs load neighbouring keys of the same rows.
     strip = tl.program_id(0) % strips
     tile_q = tl.program_id(0) // strips % tiles_q
     head = tl.program_id(0) // strips // tiles_q
@@ -151,7 +151,7 @@ def _pack_kernel(
     stored = (rows < seqlen_q)[:, None] & (words // 4 < tiles_k)[None, :]
     tl.store(bits_ptr + row_starts[:, None] + words[None, :], bits.to(tl.int32, bitcast=True), mask=stored)
 
-    # The lower half counts words with any bit set. The upper half counts full words, and rows beyond the last as full.
+    # The lower 16 bits count words with any bit set. The upper ones count full words, and rows beyond the last as full.
     any_bit = (bits != 0).to(tl.int32)
     all_bits = ((bits == 0xFFFFFFFF) | (rows >= seqlen_q)[:, None]).to(tl.int32)
     tally = tl.reshape(any_bit + (all_bits << 16), (TILE, BLOCK_K // TILE, TILE // 32))
@@ -231,11 +231,11 @@ def vector_bytes(mask: torch.Tensor) -> int:
 def pack_mask(
     mask: torch.Tensor, band: Band | None, *, strip: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the packing kernel; returns what `flash_dmattn.masks.prepared.packing.pack_mask` returns.
+    """Launch the packing kernel; return what `flash_dmattn.masks.prepared.packing.pack_mask` returns.
 
     Args:
         mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
-        band: the band that is folded into the bits. Tiles outside it are not read.
+        band: the band that is folded into the bits. Tiles outside it are not loaded.
         strip: keys of a strip, a power of 2 from 128, and warps. None takes `STRIP`; only the benchmark passes others.
 
     Returns:
@@ -260,7 +260,7 @@ def pack_mask(
 
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
-    """Launch the list kernel; returns what `flash_dmattn.masks.prepared.packing.list_tiles` returns.
+    """Launch the list kernel; return what `flash_dmattn.masks.prepared.packing.list_tiles` returns.
 
     Args:
         classes: uint8 (Bm, Hm, Tq, Tk), contiguous.

@@ -1,6 +1,6 @@
-"""The kernels that read the stored pairs of a chunk: dq = ds @ k, dk = ds^T @ q, dv = p^T @ dout, and sums of ds.
+"""The kernels that multiply the stored pairs of a chunk: dq = ds @ k, dk = ds^T @ q, dv = p^T @ dout, and sums of ds.
 
-pairs.py says what a chunk holds, and where.
+pairs.py describes the layout of a chunk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pair_rows_kernel(
 ):
     """Compute COLUMNS columns of BLOCK_M rows of dq (B, Lq, Hq, D), which is contiguous.
 
-    Tiles have as many rows as the tiles of pairs, so that every block that is read was written.
+    Tiles have the rows of the tiles of pairs, so that every block that is loaded was written.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     program = tl.program_id(0)
@@ -77,12 +77,12 @@ def pair_rows_kernel(
     b, h, visit = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     h_k = h // shape.group
     first = first_line + tile_m * BLOCK_M
-    own = b
+    entry = b
     if SEQUENCES != NO_SEQUENCES:
-        own, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        entry, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         first = place * BLOCK_M
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     first_line_row = line_of(at, SEQUENCES)
     if SEQUENCES != NO_SEQUENCES:
@@ -173,16 +173,16 @@ def pair_columns_kernel(
         tiles_n = tl.cdiv(shape.seqlen_k, BLOCK_N)
     else:
         tiles_n = tiles_of_rows(layout.rows_k, shape.seqlen_k, layout.number, SEARCH, BLOCK_N)
-    tile_n = program % tiles_n  # under a causal band the first keys have most queries
+    tile_n = program % tiles_n  # under a causal band the first keys have the most queries
     own_owner = program // tiles_n
     b, h_first, exists = head_at(own_owner, first_owner, end_owner, 0, 1, shape, SEQUENCES)
     h_k = h_first // shape.group
-    own = b
+    entry = b
     if SEQUENCES != NO_SEQUENCES:
-        own, tile_n = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
+        entry, tile_n = sequence_at(tile_n, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
     first_place = tile_n * BLOCK_N
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     first_line_row = line_of(at, SEQUENCES)
     first_key_row = tl.zeros_like(b) if SEQUENCES == NO_SEQUENCES and ADD else at.row_k
@@ -267,7 +267,7 @@ def pair_sums_kernel(
 ):
     """Add the sums of tiles of BLOCK_M queries to the sums of ds of each key, for BLOCK keys of one query head.
 
-    `sums` is fp32 (B, Hq, Lk), or beside sequences as `backward_keys_kernel` has the gradient of a bias of keys.
+    `sums` is fp32 (B, Hq, Lk), or with sequences the gradient of a bias of keys as in `backward_keys_kernel`.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(shape.seqlen_k, BLOCK)
@@ -277,16 +277,16 @@ def pair_sums_kernel(
     number = parts
     part = tl.zeros_like(slot)
     if SEQUENCES != NO_SEQUENCES:
-        own = slot % layout.number
+        entry = slot % layout.number
         slot = slot // layout.number
     b, h, exists = head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES)
     if SEQUENCES == NO_SEQUENCES:
         sums_of_head = sums + (b * shape.num_heads + h) * shape.seqlen_k
     else:
-        first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-        at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+        first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+        at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
         number = tl.cdiv(shape.seqlen_q, BLOCK_M)
-        part = (at.row_q // BLOCK_M).to(tl.int32) + own
+        part = (at.row_q // BLOCK_M).to(tl.int32) + entry
         sums_of_head = sums + (at.b * (1 - layout.bias_keys) * shape.num_heads + h) * layout.dbias_keys
         sums_of_head += at.first_k * layout.bias_keys
     if exists:

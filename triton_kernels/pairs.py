@@ -2,14 +2,14 @@
 
     p = exp(s - lse);  ds = p * (dout @ v^T - delta)
 
-The sums of dq, dk or dv of a tile of such heads leave no room for the products that make p and ds. So a program makes
-one tile of pairs, in steps over the head dim, and stores it; pair_products.py multiplies what is stored. A launch makes
-a chunk of the pairs: those of some heads, or some of the lines of one head.
+The sums of dq, dk or dv of a tile of such heads leave no registers for the products that compute p and ds. So a program
+computes one tile of pairs, in steps over the head dim, and stores it; pair_products.py multiplies the stored pairs. A
+launch computes a chunk of the pairs: all pairs of some heads, or of some lines of one head.
 
-A chunk has `members` query heads of each of its owners, from `first_member` on. An owner is a key-value head: of one
-entry of the batch, numbered over all entries, or beside sequences of all of them. Its slots, one for each query head,
-have `lines` rows of `pitch` values, from `first_line` on. A line is a query of the entry; beside sequences it is a row
-of packed queries, or of all padded sequences in order. With a mask of kept keys columns are places in `kept`.
+A chunk has `members` query heads of each of its owners, from `first_member` on. An owner is a key-value head of one
+entry of the batch, numbered over all entries; with sequences, of all entries. Its slots, one for each query head, have
+`lines` rows of `pitch` values, from `first_line` on. A line is a query of the entry; with sequences it is a row of
+packed queries, or of all padded sequences in order. With a mask of kept keys, columns are indices into `kept`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .scores import load_entropy_gradient, masked_scores, probabilities, scaled,
 from .sequences import NO_SEQUENCES, bounds_of, mask_from, place_of, rows_from, sequence_at, tiles_of_rows
 from .tile_ops import KEYS, TILE, TILES, band_of_queries, class_at, load_low_delta, load_tile, mask_head
 
-# Programs that run together have this many tiles of queries in common, so that they read few tiles of q and of k.
+# Programs that run at the same time have this number of tiles of queries in common, to load fewer tiles of q and k.
 BAND_OF_TILES: tl.constexpr = tl.constexpr(8)
 # Numbers that differ from chunk to chunk; one compiled kernel serves all of them.
 PLACE = ("first_owner", "end_owner", "first_member", "first_line")
@@ -42,7 +42,7 @@ PLACE = ("first_owner", "end_owner", "first_member", "first_line")
 
 @triton.jit
 def head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCES: tl.constexpr):
-    """Return the entry, the query head of a slot, and whether there is one; the entry is 0 beside sequences."""
+    """Return the entry, the query head of a slot, and whether there is one; with sequences the entry is 0."""
     owner = first_owner + slot // members
     member = first_member + slot % members
     exists = (owner < end_owner) & (member < shape.group)
@@ -55,7 +55,7 @@ def head_at(slot, first_owner, end_owner, first_member, members, shape, SEQUENCE
 
 @triton.jit
 def tiles_of_chunk(lines, shape, layout, SEQUENCES: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many tiles of queries a slot has: its lines fill them, or beside sequences all queries do."""
+    """Return the number of tiles of queries of a slot: tiles of its lines, or with sequences of all queries."""
     if SEQUENCES == NO_SEQUENCES:
         return lines // BLOCK
     else:
@@ -135,10 +135,10 @@ def pairs_kernel(
     STORE_DS: tl.constexpr,
     DBIAS: tl.constexpr,
 ):
-    """Store p, after dropout, and ds, behind the softcap, of one tile of pairs of a chunk.
+    """Store p after dropout, and ds with respect to scores before the softcap, of one tile of pairs of a chunk.
 
-    A tile where no query may see a key is not written, and pair_products.py does not read it. Values beyond the last
-    query or key are zeros in every other tile, but lines of no sequence are not written.
+    A tile in which no query may attend to a key is not written, and pair_products.py does not load it. Values beyond
+    the last query or key are zeros in every other tile, but lines of no sequence are not written.
 
     With STORE ds also goes to dbias as `backward_keys_kernel` stores it. Under KEY_SUM key_parts, fp32 (slots, parts,
     Lk), gets the sum over the queries of each tile. The caller zeroes both.
@@ -159,18 +159,18 @@ def pairs_kernel(
     h_k = h // shape.group
     first = first_line + tile_m * BLOCK_M
     part = tile_m
-    own = b
+    entry = b
     if SEQUENCES != NO_SEQUENCES:
-        own, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        entry, place = sequence_at(tile_m, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         first = place * BLOCK_M
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     first_row = line_of(at, SEQUENCES)
     if SEQUENCES != NO_SEQUENCES:
         visit &= (first_row + first + BLOCK_M > first_line) & (first_row + first < first_line + lines)
         visit &= first_place < shape.seqlen_k
-        part = (first_row // BLOCK_M).to(tl.int32) + own + place
+        part = (first_row // BLOCK_M).to(tl.int32) + entry + place
     statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
     q = rows_from(q, q_strides, at.first_q, SEQUENCES)
     dout = rows_from(dout, dout_strides, at.first_q, SEQUENCES)

@@ -1,15 +1,16 @@
-"""Products of fp32 on tensor cores: each number is a sum of pieces of 16 bits, whose products are exact.
+"""Products of fp32 on tensor cores: each number is split into a sum of two 16-bit pieces, whose products are exact.
 
-x = a + b, each piece rounded to nearest, so that the difference x - a is exact. Three products of two pieces, b*a',
-a*b' and a*a', leave out the smallest. Pieces of bfloat16 have an error of 1e-5, and pieces of float16 that of fp32.
+x = a + b, each piece rounded to nearest, so that the difference x - a is exact. Three products, b*a', a*b' and a*a',
+omit only the smallest one. The error is 1e-5 in bfloat16, and the error of fp32 in float16.
 
-float16 has a small range, so the rows of a tile are divided by powers of two ("sizes") first, which is exact. A size is
-of the row alone, because rows may differ by any factor. Where rows lie along the sum, as keys do in p @ v, the sizes go
-to the columns of the other tile, whose rows then get sizes of their own. Within a row, numbers 2^-16 below the largest
-have all bits of fp32, and lose some below that: a product of two rows has that error of the product of their largest.
+float16 has a small range, so the rows of a tile are divided by powers of two ("sizes") first, which is exact. Each row
+has its size, because rows may differ by any factor. If the sum is over rows, as over keys in p @ v, the sizes are
+applied to the columns of the other tile, whose rows then get new sizes. Within a row, numbers down to 2^-16 times the
+maximum keep all bits of fp32, and smaller ones lose some. So the error of a product of two rows is relative to the
+product of their maxima.
 
-The products of one tile have a sum of their own, which is added to the other tiles in fp32. Tensor cores cut a sum
-toward zero at each step: a single sum over 16,384 keys of one sign is off by 500 times the error of fp32.
+The products of each tile are summed separately, and the sums are added in fp32. Tensor cores round a sum toward zero at
+each step: a single sum over 16,384 keys of one sign has 500 times the error of fp32.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from triton import knobs
 
 from .tile_ops import load_tile
 
-# The interpreter has no products of bfloat16. Products of the same numbers in fp32 are equal.
+# The interpreter has no products of bfloat16. Products of the same numbers in fp32 have the same result.
 _WIDENS: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
-# The largest number of a row of float16 pieces is below 2^15; a product of two rows has this factor to undo.
+# The maximum of a row in float16 is scaled to below 2^15; a product of two rows is divided by this factor.
 _UNDO: tl.constexpr = tl.constexpr(2.0**-28)
 _EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
 _ONE: tl.constexpr = tl.constexpr(1 << 23)  # of the exponents of fp32
@@ -42,11 +43,11 @@ def _size_and_factor(bits):
 
 @triton.jit
 def split(x, PRECISION: tl.constexpr):
-    """Return the pieces of a tile and the sizes of its rows, (a, b, sizes); or the tile where it needs no pieces.
+    """Split a tile into (a, b, sizes), its pieces and the sizes of its rows; return it as is if no split is needed.
 
-    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is 0, so
-    that they meet only the first piece of another number, which has its sign: both pieces may differ in it, and the sum
-    of inf and -inf is NaN.
+    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is 0. So
+    they are multiplied with the first piece of another number only, which has its sign. The second may have the other
+    sign, and inf - inf is NaN.
     """
     if PRECISION == "fp16x3":
         # inf and NaN become negative, as the largest exponent and one more have the bit of the sign.
@@ -64,7 +65,7 @@ def split(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """Return two pieces of float16 of numbers below 2^15."""
+    """Split numbers below 2^15 into two in float16."""
     a = x.to(tl.float16)
     return a, (x - a.to(tl.float32)).to(tl.float16)
 
@@ -75,7 +76,7 @@ def load_pieces(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, CHECK_ROWS: tl.constexpr,
     CHECK_DIMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile as `load_tile` does, as pieces: of numbers of fp32, or stored by `pack_pieces_kernel`."""
+    """Load a tile as `load_tile` does and split it, or load the pieces that `pack_pieces_kernel` has stored."""
     if PRECISION == "fp16x3" or PRECISION == "bf16x3":
         if x.dtype.element_ty != tl.float32:
             piece = tl.cast(batch, tl.int64) * strides.batch
@@ -108,9 +109,9 @@ def load_pieces(
 
 
 class Packing(NamedTuple):
-    """One tensor (B, L, H, D) of a launch that stores pieces: the programs before those of it, its sizes and strides.
+    """One tensor (B, L, H, D) of a launch that stores split tensors: its first program, its shape and strides.
 
-    `width` is what a row of pieces takes.
+    `width` is the length of a stored row.
     """
 
     programs: int
@@ -126,7 +127,7 @@ class Packing(NamedTuple):
 
 @triton.jit
 def _pack(x, packed, packing, program, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
-    """Store the pieces of a block of rows that are neighbours in memory: the heads of a position, then of the next."""
+    """Split and store a block of rows that are consecutive in memory: the heads of a position, then of the next."""
     lines = packing.seqlen * packing.num_heads
     blocks = tl.cdiv(lines, BLOCK)
     b = (program // blocks).to(tl.int64)
@@ -167,7 +168,7 @@ def pack_pieces_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store the pieces of k and v, or also of q and dout: (2, B, L, H, D), and behind them sizes in fp32, (B, H, L).
+    """Split and store k and v, or also q and dout: (2, B, L, H, D), followed by the sizes in fp32, (B, H, L).
 
     Rows of D numbers begin at multiples of 16 bytes.
     """
@@ -192,7 +193,7 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _chain(a, b, x, y):
-    """Sum the products of pieces a + b and x + y, small ones first."""
+    """Return the product of a + b and x + y, summed from the smallest term, without b * y."""
     s = _dot(b, x, None)
     s = _dot(a, y, s)
     return _dot(a, x, s)
@@ -203,7 +204,8 @@ def product_of_rows(x, y, PRECISION: tl.constexpr):
     """Multiply each row of x with each row of y, x @ y^T; both are from `split`."""
     if PRECISION == "fp16x3":
         s = _chain(x[0], x[1], tl.trans(y[0]), tl.trans(y[1]))
-        # One size after the other: their product may overflow, or be 0, where the product of the rows is a number.
+        # Sizes are applied one after the other, because their product may overflow or be 0 although the result is
+        # finite.
         return s * (y[2] * _UNDO)[None, :] * x[2][:, None]
     elif PRECISION == "bf16x3":
         return _chain(x[0], x[1], tl.trans(y[0]), tl.trans(y[1]))

@@ -17,7 +17,7 @@ from .dropout import Dropout
 from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
 from .plan_packed import packed_strides
-from .precision import MOST_FEW_ROWS, precision_of
+from .precision import MOST_FEW_ROWS, select_precision
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
 from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
@@ -126,9 +126,9 @@ class Call:
 
     @property
     def precision(self) -> str:
-        """Return the word of the products of all kernels: see `precision.py`."""
+        """Return the precision of the products of all kernels: see `precision.py`."""
         head_dim = max(self.shape.head_dim, self.shape.head_dim_v)
-        return precision_of(self.q.dtype, self.arch, head_dim, self.has_few_rows, self.allows_tf32)
+        return select_precision(self.q.dtype, self.arch, head_dim, self.has_few_rows, self.allows_tf32)
 
     @property
     def has_wide_heads(self) -> bool:
@@ -224,10 +224,10 @@ class Call:
         return self.q.dtype != torch.float32 or self.precision_of(kernel) != "ieee"
 
     def precision_of(self, kernel: str) -> str:
-        """Return the word of the products of a kernel: TF32 only if its tiles fit in memory."""
-        word = self.precision
-        fits = word != "tf32" or tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        return word if fits else "ieee"
+        """Return the precision of the products of a kernel: TF32 only if its tiles fit in memory."""
+        precision = self.precision
+        fits = precision != "tf32" or tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
+        return precision if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any

@@ -13,7 +13,7 @@ from flash_dmattn.reference.tangents import Tangents
 from . import launch
 from .kernel_launch import Launch, on_device
 from .plan import Call, read_of, row_strides
-from .precision import whole_precision
+from .precision import unsplit_precision
 from .tangents import tangents_kernel
 from .tile_table import READ_BY_SCORE, Tile, tangents_tile
 
@@ -29,7 +29,7 @@ def forward(x: Inputs, tangents: Tangents, results: tuple[Tensor, ...], flags: F
     bounds, table = (None, None) if x.sequences is None else x.sequences
     with on_device(x.q):
         key = ("tangents", x.mask.form, flags, *launch.signature(*launch.tensors_of(x), *own))
-        plan = launch.plans.find(key, lambda: plan_tangents(x, own, flags))
+        plan = launch.plans.get_or_make(key, lambda: plan_tangents(x, own, flags))
         read = read_of(x.mask)
         plan(x.q, x.k, x.v, x.bias, *own[:4], *read, *results, x.sink, own.sink, bounds, table, x.dropout)
 
@@ -69,7 +69,7 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         NEGATIVE=flags.softmax_scale < 0,
         EDGES=call.edges(shape.seqlen_k % tile.block_n),
         STAGES=tile.num_stages,
-        PRECISION=whole_precision(x.q.dtype, call.arch, call.allows_tf32),  # this kernel makes no pieces
+        PRECISION=unsplit_precision(x.q.dtype, call.arch, call.allows_tf32),  # this kernel makes no pieces
         HAS_SINK=call.has_sink,
         HAS_TQ=present[0],
         HAS_TK=present[1],

@@ -29,9 +29,9 @@ from .tree_mask import tree_allows
 
 @triton.jit
 def scaled(products, score_scale, softcap, SOFTCAP: tl.constexpr, BIASED: tl.constexpr):
-    """Return what scores without a bias are multiples of, this factor, and the derivative of their softcap.
+    """Return x and factor, whose product are the scores without a bias, and the derivative of their softcap.
 
-    Scores are in base 2. With BIASED they are natural, so that a bias is added as it is: see `add_bias`.
+    Scores are in base 2. With BIASED they are natural, so that a bias is added without a factor: see `add_bias`.
     """
     if SOFTCAP:
         t, slope = soft_cap(products * score_scale)
@@ -49,7 +49,7 @@ def masked_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     AXIS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Set scores of a tile to -inf where its mask or its band leaves them out.
+    """Set scores of a tile to -inf where its mask or its band hides them.
 
     With GROUPED the rows belong to several heads, and `data` points to the first head of the mask.
     """
@@ -68,11 +68,11 @@ def masked_scores(
 
 @triton.jit
 def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
-    """Return lse of rows as (great, small), to be added, and the divisor of out: `great` may hide all of `small`.
+    """Return lse of rows as a sum (great, small), in which `small` may be rounded away, and the divisor of out.
 
     Args:
         row_max: in base 2, or natural where the bias adds to scores.
-        row_sum: of exp(score - row_max). It is 0 in rows without keys alone: the greatest score of a row adds 1.
+        row_sum: of exp(score - row_max). It is 0 only in rows without keys, because the maximum of a row adds 1.
         values: of a bias of one value per query.
         BIAS: how the bias is read.
     """
@@ -84,7 +84,7 @@ def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
         great = row_max * LN2
     if BIAS == ROW_BIAS:
         small += great
-        # In the formula a row of -inf has no keys, and one of +inf is NaN, as inf - inf is.
+        # In the formula a row with maximum -inf has no keys, and one with +inf is NaN, as inf - inf is.
         great = tl.where(values == float("inf"), float("nan"), values)
         total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
         total = tl.where(empty, 1.0, total)
@@ -93,7 +93,7 @@ def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
 
 @triton.jit
 def largest_of(row_max, row_sum, values, BIAS: tl.constexpr):
-    """Return the largest score of each row, natural, without a sink; arguments are as for `log_sums`."""
+    """Return the maximum score of each row, natural, without a sink; arguments are as for `log_sums`."""
     natural = row_max
     if BIAS <= ROW_BIAS:
         natural = row_max * LN2
@@ -106,8 +106,8 @@ def largest_of(row_max, row_sum, values, BIAS: tl.constexpr):
 def add_spread(spread, row_sum, step, rescale, p, exponent):
     """Return the sum of p * (score - row_max) of each row with one more tile.
 
-    `step` is the old maximum less the new one, and `rescale` its exponential; `exponent` is what p is an exponential
-    of, in the base of the scores. Both are cut where p is 0, because 0 * -inf is NaN.
+    `step` is the old maximum minus the new one, and `rescale` its exponential; p is the exponential of `exponent`, in
+    the base of the scores. Both are clamped where p is 0, because 0 * -inf is NaN.
     """
     moved = (spread + row_sum * tl.maximum(step, LEAST_EXPONENT)) * rescale
     return moved + tl.sum(p * tl.maximum(exponent, LEAST_EXPONENT), 1)
@@ -128,7 +128,7 @@ def entropy_of(row_sum, spread, values, BIAS: tl.constexpr):
 
 @triton.jit
 def entropy_with_sink(entropy, great, small, logits, share):
-    """Add sinks to the entropies of rows: keys have `share` of each row. lse is that with sinks."""
+    """Add sinks to the entropies of rows: the keys of a row have the probability `share`. lse includes the sinks."""
     others = tl.math.exp2(((logits - great) - small) * LOG2E)
     others = tl.where(logits == float("-inf"), 0.0, others)
     return share * entropy - times_log(share) - times_log(others)
@@ -142,18 +142,18 @@ def times_log(p):
 
 @triton.jit
 def exp_of(difference, BIASED: tl.constexpr):
-    """Compute exp of a difference of scores, which are in base 2, or if BIASED natural."""
+    """Compute exp of a difference of scores, which are in base 2, or natural if BIASED."""
     return tl.math.exp2(difference * LOG2E if BIASED else difference)
 
 
 @triton.jit
 def exponents_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
-    """Compute log2(p), the scores less lse of their rows, from both in base 2, or if BIASED natural.
+    """Compute log2(p), scores minus lse of their rows, from both in base 2, or natural if BIASED.
 
-    If BIASED, great numbers are subtracted first, which is exact where they are nearly equal. Then `low_rows`, in base
-    2, is added: minus what lse has below the steps of fp32. With HAS_LOW the forward pass has told it, and has rounded
-    its scores as this kernel does, so that p is at most 1 but for the last bits. Another backend may round otherwise:
-    near 1e30 to a number 1e23 away. So the exponent is cut at 0.
+    If BIASED, the large numbers are subtracted first, which is exact if they are nearly equal. Then `low_rows`, in base
+    2, is added: the negative remainder of lse below the precision of fp32. With HAS_LOW the forward pass has stored it,
+    and rounds scores as this kernel does, so that p is at most 1 up to the last bits. Another backend may round scores
+    differently, near 1e30 by 1e23. So the exponent is clamped to 0.
     """
     exponent = s - tl.expand_dims(lse_rows, AXIS)
     if BIASED:
@@ -167,9 +167,9 @@ def exponents_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.cons
 
 @triton.jit
 def row_totals(p, lse_rows, low_rows, logits, AXIS: tl.constexpr, HAS_SINK: tl.constexpr, BIASED: tl.constexpr):
-    """Sum p over all keys of each row, which this tile holds, and add the sink, whose logits are from `sink_logits`.
+    """Sum p over all keys of each row, which are in this tile, and add the sink, whose logits are from `sink_logits`.
 
-    The sum is 1 but for the rounding of lse, which matters where lse is large; of an empty row it is 0.
+    The sum is 1 up to the rounding of lse, which matters if lse is large. It is 0 for an empty row.
     """
     total = tl.sum(p, AXIS)
     if HAS_SINK:
@@ -205,7 +205,7 @@ def less_totals(exponents, totals, AXIS: tl.constexpr):
 
 @triton.jit
 def sink_logits(sink, bias, strides, b, h, rows, shape, BIAS: tl.constexpr, HAS_SINK: tl.constexpr):
-    """Load the sink of a head less a bias of one value per query, as lse of backward kernels is; 0 without a sink."""
+    """Load the sink of a head minus a bias of one value per query, as for lse of backward kernels; 0 without a sink."""
     if HAS_SINK:
         return tl.load(sink + h).to(tl.float32) - row_values(bias, strides, b, h, rows, shape, BIAS)
     else:
@@ -237,7 +237,7 @@ def score_gradients(
     if FEW_KEYS:
         d += tl.sum(p * dp, AXIS)
     elif SEQUENCES != NO_SEQUENCES:
-        if few:  # a branch: the sum costs each step a tenth of its time
+        if few:  # a branch, because the sum takes a tenth of the time of a step
             d += tl.sum(p * dp, AXIS)
     dp -= tl.expand_dims(d, AXIS)
     if HAS_ENTROPY:

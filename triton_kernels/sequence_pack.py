@@ -1,9 +1,9 @@
 """The kernels that pack the mask of a call with sequences: `mask_pack.py`, applied to the mask of each sequence.
 
-A program of `_pack_sequences_kernel` takes a row of tiles, numbered as in `SequenceTileMask`, and a strip of keys.
-Each sequence has a number for every 128 rows up to the first row of the next sequence, and at most one number more. So
+A program of `_pack_sequences_kernel` has a row of tiles, numbered as in `SequenceTileMask`, and a strip of keys. Each
+sequence has a number for every 128 rows up to the first row of the next sequence, and at most one number more. So
 programs also cover the rows between two sequences and write zeros there, and the bits need not be zeroed first. A
-program reads only pairs inside the lengths of its sequence and inside the band.
+program only needs pairs within the lengths of its sequence and the band.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from .mask_pack import (
     write_list,
 )
 
-# How the mask is addressed. PLACES: by query and key. RAGGED: by the number of a pair among all pairs. TREE: by query
-# and new token.
+# The index of an element of the mask. PLACES: query and key. RAGGED: the number of the pair among all pairs. TREE:
+# query and new token.
 PLACES, RAGGED, TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _first_of(bounds_ptr, own, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr):
+def _first_of(bounds_ptr, sequence, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr):
     """Return the first row of a sequence among the rows of all sequences: queries (COLUMN 0) or keys (COLUMN 2)."""
     if IS_PACKED:
-        return tl.load(bounds_ptr + own * 4 + COLUMN).to(tl.int64)
+        return tl.load(bounds_ptr + sequence * 4 + COLUMN).to(tl.int64)
     else:
-        return own.to(tl.int64) * slots
+        return sequence.to(tl.int64) * slots
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _load_pairs(
             pairs = first_pair + rows.to(tl.int64)[:, None, None] * seqlen_k + keys[None, :, :]
             some = tl.load(mask_ptr + tl.minimum(pairs, last) * stride_k, mask=inside, other=0) != 0
         else:
-            # All new tokens see the earlier keys.
+            # All new tokens attend to the earlier keys.
             token = keys - (seqlen_k - seqlen_q)
             starts = rows.to(tl.int64)[:, None, None] * stride_q
             offsets = starts + (tl.minimum(tl.maximum(token, 0), last) * stride_k)[None, :, :]
@@ -111,18 +111,18 @@ def _pack_sequences_kernel(
     VEC: tl.constexpr, KIND: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs read neighbouring keys of the same rows.
+    # Neighbouring programs load neighbouring keys of the same rows.
     strip = tl.program_id(0) % strips
     # Tile -1 covers the rows before the first sequence that no numbered tile covers.
     tile = tl.program_id(0) // strips % (tiles_q + 1) - 1
     head = (tl.program_id(0) // strips // (tiles_q + 1)).to(tl.int64)
-    own, first_q, place = _sequence_of(tile, bounds_ptr, number, slots, 0, IS_PACKED, TILE)
-    seqlen_q = tl.load(bounds_ptr + own * 4 + 1)
-    first_k = tl.load(bounds_ptr + own * 4 + 2)
-    seqlen_k = tl.load(bounds_ptr + own * 4 + 3)
+    sequence, first_q, place = _sequence_of(tile, bounds_ptr, number, slots, 0, IS_PACKED, TILE)
+    seqlen_q = tl.load(bounds_ptr + sequence * 4 + 1)
+    first_k = tl.load(bounds_ptr + sequence * 4 + 2)
+    seqlen_k = tl.load(bounds_ptr + sequence * 4 + 3)
     next_first_q = first_q * 0 + num_rows
-    if own + 1 < number:
-        next_first_q = _first_of(bounds_ptr, own + 1, slots, 0, IS_PACKED)
+    if sequence + 1 < number:
+        next_first_q = _first_of(bounds_ptr, sequence + 1, slots, 0, IS_PACKED)
 
     first_row, first_key = place * TILE, strip * BLOCK_K
     rows = first_row + tl.arange(0, TILE)
@@ -134,13 +134,13 @@ def _pack_sequences_kernel(
         is_read &= (first_key + (BLOCK_K - 1) >= first_row + low) & (first_key <= first_row + (TILE - 1) + high)
     bits = tl.zeros((TILE, BLOCK_K // 32), tl.uint32)
     if is_read:
-        start = own.to(tl.int64) * stride_own + head * stride_h
+        start = sequence.to(tl.int64) * stride_own + head * stride_h
         start += first_q * stride_first_q + first_k.to(tl.int64) * stride_first_k
         at = mask_ptr + start * VEC
         if KIND != PLACES:
             first_pair = first_q * 0
             if KIND == RAGGED:
-                first_pair = tl.load(pairs_ptr + own)
+                first_pair = tl.load(pairs_ptr + sequence)
             bits = _load_pairs(
                 at, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, first_pair, last, low, high,
                 KIND, HAS_BAND, BLOCK_K, TILE,
@@ -192,10 +192,10 @@ def _list_sequences_kernel(
         write_list(classes_ptr + row * tiles_k, 1, tiles_k, tiles_k, rows_ptr + row * (2 + tiles_k), BLOCK)
     else:
         column = index - tiles_q
-        own, _, place = _sequence_of(column, bounds_ptr, number, slots_k, 2, PACKS_KEYS, TILE)
-        top = _first_of(bounds_ptr, own, slots_q, 0, PACKS_QUERIES) // TILE + own
-        seqlen_q = tl.load(bounds_ptr + own * 4 + 1)
-        seqlen_k = tl.load(bounds_ptr + own * 4 + 3)
+        sequence, _, place = _sequence_of(column, bounds_ptr, number, slots_k, 2, PACKS_KEYS, TILE)
+        top = _first_of(bounds_ptr, sequence, slots_q, 0, PACKS_QUERIES) // TILE + sequence
+        seqlen_q = tl.load(bounds_ptr + sequence * 4 + 1)
+        seqlen_k = tl.load(bounds_ptr + sequence * 4 + 3)
         has_keys = (place >= 0) & (place < tl.cdiv(seqlen_k, TILE))
         existing = tl.where(has_keys, tl.cdiv(seqlen_q, TILE), 0)
         classes_ptr += (head * tiles_q + top) * tiles_k + place
@@ -206,7 +206,7 @@ def _list_sequences_kernel(
 def pack_sequences(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """Launch both kernels; returns what `flash_dmattn.masks.prepared.packing.pack_sequences` returns.
+    """Launch both kernels; return what `flash_dmattn.masks.prepared.packing.pack_sequences` returns.
 
     It takes the same arguments; the mask may have any strides, 0 included.
     """
@@ -234,7 +234,7 @@ def pack_sequences(
     stride_first_q = stride_q if mask_packing == "queries" else 0
     stride_first_k = stride_k if mask_packing == "keys" else 0
     strides = (stride_own, stride_h, stride_q, stride_k, stride_first_q, stride_first_k, mask.shape[3] - 1)
-    # An unlimited side, or a longer one than any sequence, becomes the greatest length, so that it fits 32 bits.
+    # An unlimited side, or one longer than any sequence, becomes the maximum length, so that 32 bits are enough.
     sides = zip(window, (spec.max_seqlen_k, spec.max_seqlen_q), strict=True)
     left, right = (min(side, most) if side >= 0 else most for side, most in sides)
     numbers = (spec.number, spec.rows_q, rows_q, *strides, left, right, tiles_q, tiles_k, strips)

@@ -1,4 +1,4 @@
-"""Where the entries of a batch, or its sequences, lie: device functions that attention kernels begin with."""
+"""Addresses of the entries of a batch, or of its sequences: device functions at the start of attention kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .tile_ops import BAND, DENSE, TILE, TILES, TREE, Shape, load_tile
 
-# How sequences lie in memory: see `Layout` of `flash_dmattn.problem`.
+# The layout of sequences in memory: see `Layout` of `flash_dmattn.problem`.
 NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
 PACKED: tl.constexpr = tl.constexpr(1)
 PADDED: tl.constexpr = tl.constexpr(2)
@@ -20,13 +20,13 @@ NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
 
 
 class SequenceLayout(NamedTuple):
-    """Where the sequences of a call lie; `Shape` has upper bounds of their lengths.
+    """The memory layout of the sequences of a call; `Shape` has upper bounds of their lengths.
 
     `rows_q` and `rows_k` count the rows of packed tokens, or the slots of one sequence. `mask_rows` is 1 where the rows
     of the mask are packed queries, else 0; `mask_keys`, `bias_rows` and `bias_keys` likewise. A row of the table of
-    pages has `table_row` entries. Sequences of at most `few_keys` keys take delta from p and dp, as calls with FEW_KEYS
-    do. Sequences of at most `one_pass_keys` keys, -1 for none, get dq from the kernel of dk and dv. A head of the
-    gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
+    pages has `table_row` entries. Sequences of at most `few_keys` keys compute delta from p and dp, as calls with
+    FEW_KEYS do. For sequences of at most `one_pass_keys` keys, -1 for none, the kernel of dk and dv computes dq. A head
+    of the gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
     """
 
     number: int
@@ -45,12 +45,12 @@ class SequenceLayout(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an entry of the batch, or a sequence, lies; `b` is its number, int64.
+    """The address of an entry of the batch, or of a sequence; `b` is its number, int64.
 
     Its rows begin at row `first_q` of entry `b_q` of q, and at row `first_k` of entry `b_k` of k. Counted over all
     entries these are rows `row_q` and `row_k`. An entry of q has `entry_rows` rows, and all together have `all_rows`.
-    Where a descriptor loads the bias, its first query reads row `bias_row`. With `few` it has so few keys that kernels
-    take delta from p and dp.
+    If a descriptor loads the bias, its first query has row `bias_row`. With `few`, kernels compute delta from p and dp,
+    because the sequence has so few keys.
     """
 
     b: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return an upper bound on the tiles that the rows of all sequences have: the tiles that `sequence_at` numbers."""
+    """Return an upper bound on the number of tiles of rows of all sequences: the tiles that `sequence_at` numbers."""
     if SEARCH:
         return rows // BLOCK + number
     else:
@@ -80,8 +80,8 @@ def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.con
     """Find the sequence of a tile of rows, and the number of the tile in that sequence, which may be beyond its last.
 
     Without SEARCH each sequence has tiles for `most` rows. With SEARCH, for lengths that differ much, tiles are
-    numbered along the packed tokens: the tiles of sequence s begin at number first // BLOCK + s, so that two sequences
-    never share a number. COLUMN of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
+    numbered along the packed tokens. The tiles of sequence s begin at number first // BLOCK + s, so that two sequences
+    never have the same number. COLUMN of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
     """
     if SEARCH:
         low = 0
@@ -92,7 +92,7 @@ def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.con
             low = tl.where(is_later, low, middle)
             high = tl.where(is_later, middle, high)
         place = tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
-        # Tiles before the first sequence get a number that no sequence reaches, so that callers skip them.
+        # Tiles before the first sequence get a number beyond every sequence, so that callers skip them.
         return low, tl.where(place < 0, NOWHERE // BLOCK, place)
     else:
         tiles_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
@@ -117,7 +117,7 @@ def shape_of(shape, seqlen_q, seqlen_k):
 
 @triton.jit
 def tiles_of_queries(most, layout, SEQUENCES: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many tiles of queries a head has: of `most` rows of an entry, or as `tiles_of_rows` counts them."""
+    """Return the number of query tiles of a head: for `most` rows of an entry, or as `tiles_of_rows` counts them."""
     if SEQUENCES == NO_SEQUENCES:
         return tl.cdiv(most, BLOCK)
     else:
@@ -135,24 +135,24 @@ def entry_of_tile(
     if SEQUENCES == NO_SEQUENCES:
         return head // shape.num_heads, tile, head % shape.num_heads
     else:
-        own, tile = sequence_at(tile, bounds, most, layout.number, SEARCH, 0, BLOCK)
-        return own, tile, head
+        entry, tile = sequence_at(tile, bounds, most, layout.number, SEARCH, 0, BLOCK)
+        return entry, tile, head
 
 
 @triton.jit
-def bounds_of(own, bounds, shape, SEQUENCES: tl.constexpr):
+def bounds_of(entry, bounds, shape, SEQUENCES: tl.constexpr):
     """Return the first query and the first key of an entry, or of a sequence, in its rows, and its shape."""
     if SEQUENCES == NO_SEQUENCES:
         return 0, 0, shape
     else:
-        at = bounds + own * 4
+        at = bounds + entry * 4
         return tl.load(at), tl.load(at + 2), shape_of(shape, tl.load(at + 1), tl.load(at + 3))
 
 
 @triton.jit
-def place_of(own, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
-    """Return the `Place` of an entry, or of a sequence; called behind the `return` of tiles beyond the last."""
-    b = own.to(tl.int64)
+def place_of(entry, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
+    """Return the `Place` of an entry, or of a sequence; called after tiles beyond the last one have returned."""
+    b = entry.to(tl.int64)
     if SEQUENCES == NO_SEQUENCES:
         row_q, row_k, all_rows = b * shape.seqlen_q, b * shape.seqlen_k, shape.batch * shape.seqlen_q
         return Place(b, b, b, 0, 0, row_q, row_k, shape.seqlen_q, all_rows, 0, False)
@@ -169,7 +169,7 @@ def place_of(own, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def rows_from(x, strides, first, SEQUENCES: tl.constexpr):
-    """Move a tensor of queries or of keys to the first row that a sequence has in an entry."""
+    """Move the pointer of a tensor of queries or of keys to the first row of a sequence in an entry."""
     if SEQUENCES == NO_SEQUENCES:
         return x
     else:
@@ -178,17 +178,17 @@ def rows_from(x, strides, first, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
-    """Move a mask or a bias to the first element that a sequence reads."""
+    """Move the pointer of a mask or a bias to the first element of a sequence."""
     return x + first_q.to(tl.int64) * rows_packed * strides.row + first_k.to(tl.int64) * keys_packed * strides.key
 
 
 @triton.jit
 def mask_from(data, index, strides, at, first_place, layout, SEQUENCES: tl.constexpr, MASK: tl.constexpr):
-    """Move a mask to where a sequence begins.
+    """Move the pointers of a mask to the start of a sequence.
 
-    Bits have a row for each query of all sequences, so they begin at the first query. Lists are numbered as
-    `SequenceTileMask` does it: `first_place` is the first row of the sequence along the axis that the lists go by.
-    Zeros stand for what a mask does not have.
+    Bits have a row for each query of all sequences, so they begin at the first query. Lists are numbered as in
+    `SequenceTileMask`: `first_place` is the first row of the sequence along the axis of the lists. Pointers that a mask
+    does not have are zeros.
     """
     if MASK == BAND:  # not None, which Triton 3.5 returns from no function
         return 0, 0
@@ -206,7 +206,7 @@ def mask_from(data, index, strides, at, first_place, layout, SEQUENCES: tl.const
 
 @triton.jit
 def pages_from(table, at, layout, SEQUENCES: tl.constexpr):
-    """Move the table of pages to the row of a sequence; 0 if there are no pages."""
+    """Move the pointer of the table of pages to the row of a sequence; 0 if there are no pages."""
     if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
         return table + at.b * layout.table_row
     else:
@@ -229,13 +229,13 @@ def load_pages(
     BLOCK: tl.constexpr,
     CHECK_DIMS: tl.constexpr,
 ):
-    """Load the rows of BLOCK keys from `first` on out of pages, x (pages, PAGE, H, D); zero beyond the last key."""
+    """Load the rows of BLOCK keys from `first` on from pages, x (pages, PAGE, H, D); zero beyond the last key."""
     is_key = keys < num_keys
     if PAGE % BLOCK == 0:
         page = tl.load(table + first // PAGE)
     else:
         page = tl.load(table + keys // PAGE, mask=is_key, other=0)
-    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table must not read out of bounds
+    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table must not go out of bounds
     rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
     inside = is_key[:, None]
     if CHECK_DIMS:
@@ -249,7 +249,7 @@ def load_keys(
     SEQUENCES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
     WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr, column=0,
 ):  # fmt: skip
-    """Load the rows of a block of keys, wherever they lie."""
+    """Load the rows of a block of keys, from pages or from a tensor."""
     if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
         return load_pages(x, table, layout, strides, h, place, keys, num_keys, dims, num_dims, PAGE, BLOCK_N, PAD)
     else:

@@ -5,8 +5,8 @@ dv = p^T @ dout;  dk = ds^T @ q;  dq = ds @ k;  dbias = ds, or its sum over the 
 
 With dropout, dv is computed from the dropped p, and dp is dropped like p; ds is computed from p itself.
 
-If a tile of all queries and keys is too large, the kernel runs twice. The first run takes all keys and some queries of
-a head, makes dq and stores delta. The second takes all queries and some keys, and makes the rest.
+If a tile of all queries and keys is too large, the kernel runs twice. The first run has all keys and some queries of a
+head, computes dq and stores delta. The second has all queries and some keys, and computes the rest.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .sequences import NO_SEQUENCES
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, lse_less, renormalize, split_lse
 
-# Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
-# ds over the heads of a walk, with a slot for each chunk of the walk.
+# The computed gradient of a bias: none, sums over the queries of each key, ds of every head, or the sum of ds over the
+# heads of a walk, with slots for chunks.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
@@ -102,9 +102,9 @@ def short_backward_kernel(
 ):
     """Compute gradients from one tile of scores, for each head of a walk.
 
-    With ALL_KEYS the tile has whole rows, and dq is made. Else it has whole columns, and reads what the first run has
-    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exponents_of_rows` takes off so that p sums to 1. A
-    tile of whole rows and columns makes all gradients.
+    With ALL_KEYS the tile has whole rows, and dq is computed. Otherwise it has whole columns, and uses what the first
+    run has stored: `delta`, fp32 (2, B, Hq, Lq), has delta, and the number that `exponents_of_rows` subtracts so that p
+    sums to 1. A tile of whole rows and columns gives all gradients.
 
     dq, dk, dv (B, L, H, D) are contiguous. So is dbias: (B, Hq, Lq, Lk), or slots (chunks, Bb, Hb, Lq, Lk) in fp32, or
     sums (B, Hq, Lk) in fp32.

@@ -12,13 +12,13 @@ from flash_dmattn.problem import AttentionProblem, MaskForm, MaskView, device_ar
 
 from .gpus import LIKE_HOPPER
 
-# Not fp32: its products run outside the tensor cores, and tiles of whole rows would not fit in registers.
+# Not fp32: its products run outside the tensor cores, and registers cannot hold tiles of whole rows.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 MASK_FORMS: frozenset[MaskForm] = frozenset({"none", "dense", "tiles", "intervals"})
 
 
 class ShortTile(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and stages of its walk."""
+    """Queries and keys of a tile, warps of a program, and stages of its loop."""
 
     block_m: int
     block_n: int
@@ -66,7 +66,7 @@ class ShortCall(NamedTuple):
 
 
 def _block(length: int) -> int:
-    return max(32, triton.next_power_of_2(length))  # at least 32, the bits of a word of a mask
+    return max(32, triton.next_power_of_2(length))  # at least 32, because masks have words of 32 bits
 
 
 def _fits(call: ShortCall, length: int) -> bool:
@@ -98,10 +98,11 @@ def backward_tile(call: ShortCall) -> ShortTile | None:
     return ShortTile(block_m, block_n, 8, 2)
 
 
-# The tiles of two runs, of whole rows and of whole columns. One tile of 128 x 128 with the sums of dbias in registers
-# leaves room for one program on an SM, so that nothing runs while it waits for its loads.
+# The tiles of two runs, of whole rows and of whole columns. With one tile of 128 x 128 and the sums of dbias in
+# registers, an SM has room for one program, and is idle while that waits for its loads.
 TWO_RUNS = ShortTile(64, 128, 4, 2), ShortTile(128, 64, 8, 2)
-# The least number of heads, counted over batch entries, for two runs: fewer do not pay for the second one.
+# The least number of heads, counted over batch entries, for two runs: with fewer the second run takes longer than it
+# saves.
 TWO_RUNS_FROM = 1024
 
 

@@ -1,4 +1,4 @@
-"""The forward kernel of short rows: all keys of a head lie in one tile.
+"""The forward kernel of short rows: all keys of a head are in one tile.
 
 p = exp(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = rowmax(s) + log(l), and then the sink
 """

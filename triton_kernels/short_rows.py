@@ -1,7 +1,7 @@
-"""Device functions of the short-row kernels, for calls with so few keys that one tile holds whole rows.
+"""Device functions of the short-row kernels, for calls with whole rows in one tile.
 
 A whole row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
-and visits the heads that read it, of all batch entries, one after the other (a walk). So the tile stays in registers.
+and loops over the heads that use it, of all batch entries; this loop is a walk. So the tile stays in registers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .tile_ops import BAND, DENSE, DENSE_ROW, TILES, bits_of, in_band, reader_of
 
 
 class Walk(NamedTuple):
-    """How programs share the work: `owners_b` x `owners_h` heads of the bias, `tiles` tiles of each, in chunks.
+    """How the work is split over programs: `owners_b` x `owners_h` heads of the bias, `tiles` tiles of each, in chunks.
 
-    A program visits a chunk of `chunk` heads. `repeat` consecutive entries of the batch read one entry of the bias.
+    A program visits a chunk of `chunk` heads. `repeat` consecutive entries of the batch use one entry of the bias.
     """
 
     owners_b: int
@@ -30,10 +30,10 @@ class Walk(NamedTuple):
 
 @triton.jit
 def walk_of(walk, shape, program):
-    """Return what a program visits: (entry of its owner, slot, tile, begin, end, first head, heads of an entry).
+    """Return the work of a program: (entry of its owner, slot, tile, begin, end, first head, heads of an entry).
 
-    Members `begin` to `end` are the heads that it visits. Owners come first in the order of programs, so that programs
-    that run at the same time read the same entries.
+    Its heads are the members `begin` to `end`. Owners come first in the order of programs, so that programs that run at
+    the same time load the same entries.
     """
     owners = walk.owners_b * walk.owners_h
     owner = program % owners
@@ -65,7 +65,7 @@ def base_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Make what all heads of a walk add to their scores: the bias, and -inf outside the band or the tensors."""
+    """Make the tile that is added to the scores of a walk: the bias, and -inf outside the band or the tensors."""
     base = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BIAS > ROW_BIAS:
         tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, False, WIDE)
@@ -75,10 +75,10 @@ def base_scores(
 
 @triton.jit
 def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: tl.constexpr):
-    """Load the bools of one head, (queries or 1, keys); a mask in another form gives nothing.
+    """Load the bools of one head, (queries or 1, keys); masks in other forms have none.
 
-    A walk loads the bools of the next head before it computes the current one. Triton prefetches only operands of
-    products; for bools loaded when needed the program would wait.
+    The bools of the next head are loaded before the current one is computed, because Triton prefetches only operands of
+    products.
     """
     if MASK == DENSE or MASK == DENSE_ROW:
         head = shared_head(mask, access, b, h)
@@ -99,7 +99,7 @@ def masked(
     s, dense, mask, stop, access, b, h, first_key, rows, keys, shape,
     MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Set scores of one head to -inf where its mask leaves them out."""
+    """Set scores of one head to -inf where its mask hides them."""
     if MASK == DENSE or MASK == DENSE_ROW:
         s = tl.where(dense, s, float("-inf"))
     elif MASK != BAND:

@@ -6,11 +6,11 @@ With s the scores in base 2 and ts their tangents, over tiles j of keys, in addi
     acc_t = acc_t * c + acc * c * (mean - mean') + p @ tv_j + (p * (ts_j - mean')) @ v_j
     tout = acc_t / l;  tlse = mean
 
-So acc_t holds differences to the mean over the keys so far, and no large numbers cancel in the end. Six products take
-the place of two; a tangent that is not there costs none.
+So acc_t has differences from the mean over the keys so far, and no large numbers cancel in the end. There are six
+products instead of two, and none for a tangent that is None.
 
-Where tangents of scores are large, the rounding of the mean would be most of the error of tout in fp32.
-So a kernel in fp32 also sums what is left of the mean::
+If tangents of scores are large, the rounding of the mean would dominate the error of tout in fp32. So a kernel in fp32
+also sums the remainder of the mean::
 
     rest = rest * c + (mean - mean') * l * c + rowsum(p * (ts_j - mean'))
     tout = (acc_t - acc * rest / l) / l;  tlse = mean + rest / l
@@ -122,8 +122,8 @@ def tangents_kernel(
 ):
     """Compute out, lse and their tangents of one tile of queries.
 
-    Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias.
-    With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
+    Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias. COLUMN_PARTS
+    programs compute the same scores, and each has BLOCK_DV columns of v and of out.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
     `tangent_scale` is |softmax_scale|. Masks, sequences and dropout are as for the forward kernel.
@@ -139,16 +139,16 @@ def tangents_kernel(
     side = program % SIDE_BY_SIDE
     program = program // SIDE_BY_SIDE
     tiles = tiles_of_queries(shape.seqlen_q, layout, SEQUENCES, SEARCH, BLOCK_M)
-    own, tile, h = entry_of_tile(
+    entry, tile, h = entry_of_tile(
         program % tiles, program // tiles, bounds, shape.seqlen_q, shape, layout, SEQUENCES, SEARCH, BLOCK_M
     )
-    own = own * SIDE_BY_SIDE + side
-    first_q, first_k, shape = bounds_of(own, bounds, shape, SEQUENCES)
+    entry = entry * SIDE_BY_SIDE + side
+    first_q, first_k, shape = bounds_of(entry, bounds, shape, SEQUENCES)
     tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
     if SEQUENCES != NO_SEQUENCES:
         if tile >= tiles_m:
             return
-    at = place_of(own, first_q, first_k, shape, layout, SEQUENCES)
+    at = place_of(entry, first_q, first_k, shape, layout, SEQUENCES)
     b = at.b
     h_k = h // shape.group
     statistics = (at.b_q * shape.num_heads + h) * at.entry_rows + at.first_q
@@ -263,7 +263,7 @@ def tangents_kernel(
                     rest = rest * rescale + lift * earlier_sum + tl.sum(p * ts, 1)
             acc_o = acc_o * rescale[:, None]
             acc_t = acc_t * rescale[:, None]
-            if MOVES_SCORES:  # after the rescale, which costs fewer registers
+            if MOVES_SCORES:  # after the rescale, because this needs fewer registers
                 acc_t += acc_o * lift[:, None]
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
@@ -303,7 +303,7 @@ def tangents_kernel(
         great, small, share = join_sink(great, small, logits)
         joint = mean * share
         if HAS_TSINK:
-            # A sink of -inf is none, also in a row without keys.
+            # A sink of -inf has no effect, also in a row without keys.
             joint += tl.where(logits > float("-inf"), (1.0 - share) * tl.load(tsink + h).to(tl.float32), 0.0)
         acc_t = (acc_t + acc_o * (mean - joint)[:, None]) * share[:, None]
         acc_o = acc_o * share[:, None]
@@ -312,6 +312,6 @@ def tangents_kernel(
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)
-    row_ok = row_ok & (column == 0)  # one of the parts stores what all have
+    row_ok = row_ok & (column == 0)  # one part stores what all parts have computed
     store_lse(lse + statistics + rows, great, small, row_ok)
     tl.store(tlse + statistics + rows, mean, mask=row_ok)

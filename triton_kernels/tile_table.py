@@ -35,8 +35,8 @@ class Tile(NamedTuple):
 
 
 # The key of a row is the largest padded head dim that it serves. Measured on an H200 (torch 2.11, Triton 3.6) by
-# benchmarks/tiles.py. A comment names the case of that benchmark and its milliseconds; after the semicolon stands the
-# next best tile.
+# benchmarks/tiles.py. A comment has the case of that benchmark and its milliseconds; after the semicolon is the next
+# best tile.
 _SM90 = {
     "forward": {
         64: Tile(64, 128, 4, 3),  # d32 0.895 and d64 1.21; 0.919 and 1.32 for 64x64 and 128x64
@@ -76,7 +76,7 @@ _SM90_BIAS = {
         256: Tile(64, 32, 4, 2),
     },
     "product": {
-        64: Tile(128, 64, 4, 4),  # bias-d64 0.15, nothing near it is slower
+        64: Tile(128, 64, 4, 4),  # bias-d64 0.15; neighbouring tiles are as fast
         128: Tile(128, 64, 4, 3),  # bias-d128 0.149; 0.155 for 128x128
         256: Tile(64, 32, 4, 2),
     },
@@ -85,7 +85,7 @@ _SM90_BIAS = {
         256: Tile(32, 32, 4, 1),
     },
 }
-# With such a bias read through pointers, for small calls or unaligned rows. Pointers need registers, so tiles are
+# The same with a bias loaded through pointers, for small calls or unaligned rows. Pointers need registers, so tiles are
 # smaller. At d128 with 1023 queries and keys, the forward kernel with the tile above has 3 KB of stack, and takes 22
 # times as long as the cuda backend.
 _SM90_BIAS_POINTERS = {
@@ -95,14 +95,14 @@ _SM90_BIAS_POINTERS = {
     "product": {64: Tile(128, 64, 4, 4), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 1)},
 }
-# The forward kernel beside a bias by distance and no other mask than a band. Two stages: its two or three loops each
-# fill their pipeline.
+# The forward kernel with a bias by distance and no other mask than a band. Two stages: its two or three loops each fill
+# their pipeline.
 _SM90_DISTANCES = {
     64: Tile(64, 128, 4, 2),  # 8 x 2048 x 16 heads, T5's values: 0.334; 0.353 for 64x64, 0.373 with three stages
     128: Tile(64, 64, 4, 2),  # 2 x 4096 x 16 heads: 0.603; 0.626 for 128x64 at 8 warps, 0.711 with three stages
 }
-# The kernel of dk and dv beside a bias of one value per query and distance. Chosen by what the compiler makes of it:
-# with the tiles of pointers above it spills 472 and 152 bytes, with these 40 and none.
+# The kernel of dk and dv with a bias of one value per query and distance. Chosen by register spills: 472 and 152 bytes
+# with the tiles for pointers above, 40 and none with these.
 _SM90_BANDED_KEYS = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2)}
 # With lists of tiles.
 _SM90_TILES = {
@@ -142,10 +142,10 @@ _SM90_KEYS = {
         256: Tile(32, 32, 4, 1),
     },
 }
-# The forward kernel for at most MOST_FEW_ROWS queries of a head, for example the heads of a group in a decoding step.
-# It reads k and v through pointers. With narrow blocks of keys two or three programs fit on an SM, with wide blocks
-# one. On an H100 with 32 heads on 8, D128: 8 x 8192 keys take 0.1039 ms narrow in two shares; 64 x 4096 keys take
-# 0.3616 ms wide and 0.3826 ms narrow.
+# The forward kernel for at most MOST_FEW_ROWS queries of a head, for example the heads of a group in a decoding step. k
+# and v are loaded through pointers. An SM has room for two or three programs with narrow blocks of keys, for one with
+# wide blocks. On an H100 with 32 heads on 8, D128: 8 x 8192 keys take 0.1039 ms narrow in two shares; 64 x 4096 keys
+# take 0.3616 ms wide and 0.3826 ms narrow.
 _SM90_FEW_ROWS = {
     "narrow": {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 3)},
     "wide": {64: Tile(MOST_FEW_ROWS, 256, 4, 3), 128: Tile(MOST_FEW_ROWS, 128, 4, 3)},
@@ -161,8 +161,8 @@ _SM90_FP32 = {
     "queries": {64: Tile(32, 128, 4, 2)},  # fp32-d64 1.621; 1.634 for 64x128 at 8 warps
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
-# fp32 on other NVIDIA GPUs, chosen to need few registers and not timed. With the tiles above for 256, a thread has
-# stack of up to 4 KB ("bias"), 2 KB ("queries") or 1 KB (the others). With these it has at most 376 bytes, except for
+# fp32 on other NVIDIA GPUs, chosen for low register use and not timed. With the tiles above for 256, a thread has stack
+# of up to 4 KB ("bias"), 2 KB ("queries") or 1 KB (the others). With these it has at most 376 bytes, except for
 # "queries" at 256.
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
@@ -173,8 +173,9 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
-# fp32 as pieces of 16 bits on tensor cores: pieces made in the kernels, and stored before them. Calls af3 8,16,512,48
-# with a shared bias, plain 4,16,2048,64, d128 4,16,1024,128. At 128 what is not timed has few registers.
+# fp32 split into 16-bit parts on tensor cores: split in the kernels, and stored before them. Calls af3 8,16,512,48 with
+# a shared bias, plain 4,16,2048,64, d128 4,16,1024,128. At 128, the tiles without times were chosen for low register
+# use.
 _PIECES = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},  # af3 0.139; 0.141 for 128x64 at 8 warps
     "keys": {64: Tile(64, 64, 4, 1), 128: Tile(32, 32, 4, 1)},  # af3 0.254; 0.279 for 32x64
@@ -196,15 +197,16 @@ _PIECES_STORED = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 8, 1)},  # af3 0.148; 0.165 for 64x32
 }
-# Where the tiles above spill 640 bytes and more: off sm_90, and the kernel of dk and dv beside a bias of one value per
+# Where the tiles above spill 640 bytes and more: on all GPUs but sm_90, and for dk and dv with a bias of one value per
 # query and distance.
 _PIECES_SMALL = {"keys": {64: Tile(32, 64, 4, 1)}, "bias": {64: Tile(64, 32, 4, 1)}}
-# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
-# but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
-# need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
+# It needs at most the 99 KB of shared memory of every GPU since Ampere, and the 64 KB of gfx942. It is used on GPUs
+# other than sm_90 and sm_100, and for short sequences. It is also used for kept keys with a bias of one value per
+# score, whose pointers need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute
+# 64 rows twice.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
-# sm_100, chosen by what the compiler makes of them and not timed. Its tensor cores (tcgen05) want blocks of at least 64
-# rows and 64 keys. "keys" at 256 would spill 230 bytes with such a block, and takes the instructions of sm_80.
+# sm_100, chosen by register spills and not timed. Its tensor cores (tcgen05) need blocks of at least 64 rows and 64
+# keys. "keys" at 256 would spill 230 bytes with such a block, and uses the instructions of sm_80.
 _SM100 = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(32, 32, 8, 1)},
@@ -212,10 +214,10 @@ _SM100 = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
 }
-# The kernel of dk and dv beside a bias by distance; with the tile above it spills 340 registers.
+# The kernel of dk and dv with a bias by distance; with the tile above it spills 340 registers.
 _SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
-# Tiles that `calibrate --tiles` times beside the one of the table: the rest of what the compiler makes good code of.
-# Where one does not fit a GPU it is left out there. wgmma has 64 rows for 4 warps, so 8 warps want 128 rows.
+# Tiles that `calibrate --tiles` times in addition to the table: all others without register spills. A tile that needs
+# more shared memory than a GPU has is skipped there. wgmma has 64 rows for 4 warps, so 8 warps need 128 rows.
 _OTHERS_SM80 = {
     "forward": {
         64: (Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)),
@@ -276,7 +278,7 @@ _OTHERS_SM100 = {
 
 
 # Head dims from 257 to 512 (docs/notes/triton.md). "biased forward" is with a bias of one value per score. With 128
-# queries a program of the forward kernel has half of the columns of v. `pair_tiles` has the tiles of gradients.
+# queries, a program of the forward kernel has half of the columns of v. `pair_tiles` has the tiles of gradients.
 _SM90_WIDE = {
     "forward": {
         512: Tile(128, 64, 8, 1),  # d512 7.07; 7.92 for 128x32 with two stages, 10.1 for 64x32 with all columns of v
@@ -329,7 +331,7 @@ class PairTiles(NamedTuple):
     Attributes:
         pairs: queries and keys of a tile of p and ds.
         depth: values of the head dim in a step.
-        product: rows of a tile of a gradient, as many as `pairs` has, and pairs of a step.
+        product: rows of a tile of a gradient, the same number as in `pairs`, and pairs of a step.
         columns: columns of a tile of a gradient.
     """
 
@@ -344,9 +346,9 @@ _SM90_PAIRS = PairTiles(Tile(128, 128, 8, 3), 64, Tile(128, 64, 8, 3), 256)
 _SM80_PAIRS = PairTiles(Tile(128, 128, 8, 4), 16, Tile(128, 64, 8, 2), 128)  # 48 KB; a depth of 32 spills
 _GFX_PAIRS = PairTiles(Tile(128, 128, 8, 1), 32, Tile(128, 32, 8, 1), 128)
 
-# The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
+# The forward kernel for at most MOST_FEW_ROWS queries of a head; an SM has room for two programs.
 _SM_WIDE_FEW_ROWS = {512: Tile(MOST_FEW_ROWS, 32, 8, 2)}
-# Only the forward kernel fits. A rule of the backend refuses the backward pass.
+# Shared memory is large enough only for the forward kernel. A rule of the backend refuses the backward pass.
 _FP32_WIDE = {512: Tile(16, 32, 4, 1)}
 
 # The most shared memory of a tile that serves every NVIDIA GPU.
@@ -384,7 +386,7 @@ def pair_tiles(arch: str) -> PairTiles:
 
 
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
-    """Return whether TF32 products of an fp32 kernel fit in shared memory: "keys" at 256 takes 114 KB, 98 without."""
+    """Return whether an fp32 kernel has the shared memory for TF32: "keys" at 256 needs 114 KB, and 98 KB in fp32."""
     return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
 
 
@@ -410,8 +412,8 @@ def tile_of(
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
         few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
-        precision: the word of the products.
-        stored: whether kernels read stored pieces.
+        precision: see `precision.py`.
+        stored: whether k and v, and q and dout, were split and stored before.
     """
     if kernel == "sums":
         if arch == "sm_90" and dtype != torch.float32 and mask == BAND.value and block_d <= 256:
@@ -426,14 +428,15 @@ def tile_of(
         if is_small and kernel in _PIECES_SMALL and block_d <= 64:
             return _row(_PIECES_SMALL[kernel], block_d)
         return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
-    own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
+    from_table = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
-        return own
+        return from_table
     has_bias = bias == TILE_BIAS.value
     if has_bias and arch == "sm_90" and not bias_tma:
-        return own  # what was timed there has such a bias loaded by TMA, which leaves more registers than pointers do
+        # The tiles there were timed with a bias loaded by TMA, which needs fewer registers than pointers.
+        return from_table
     sizes = preferred(kernel, block_d, arch, has_bias)
-    return own if sizes in (None, own[:4]) else Tile(*sizes)
+    return from_table if sizes in (None, from_table[:4]) else Tile(*sizes)
 
 
 _BY_DISTANCE = (DISTANCES.value, CLAMPED.value)
@@ -458,14 +461,14 @@ def _tile_of_table(
             return _row(_SM90_FEW_ROWS_LISTS, block_d)
         return _row(_SM90_FEW_ROWS_BIAS if bias == TILE_BIAS.value else _SM90_FEW_ROWS[few_rows], block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
-        # A bias is then gathered, too, and its pointers need registers.
+        # The bias is then gathered, too, and its pointers need registers.
         return _row(_SMALL if bias in READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
     if kernel == "forward" and mask == BAND.value and bias in _BY_DISTANCE and block_d <= 128:
         return _row(_SM90_DISTANCES, block_d)
     if kernel == "keys" and bias == BANDED.value and block_d <= 128:
         return _row(_SM90_BANDED_KEYS, block_d)
     if kernel == "keys" and bias in _BY_DISTANCE:
-        block_d = max(block_d, 64)  # the sums of the ends take registers: 128x64 would spill 264 bytes
+        block_d = max(block_d, 64)  # the sums of the ends need registers: 128x64 would spill 264 bytes
     if bias in _BY_POINTERS and not bias_tma and kernel in _SM90_BIAS_POINTERS:
         return _row(_SM90_BIAS_POINTERS[kernel], block_d)
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
@@ -474,7 +477,7 @@ def _tile_of_table(
 
 
 # The kernel in forward mode holds two sums of a tile of out, and q, k, v and their tangents. The second table is for a
-# bias of one value per score, or its tangent, that TMA does not load or that has 32 bits: docs/notes/triton.md.
+# bias of one value per score, or its tangent, that is not loaded by TMA or has 32 bits: docs/notes/triton.md.
 _SM90_TANGENTS = {
     64: Tile(64, 64, 4, 3),
     128: Tile(128, 64, 8, 2),  # causal 2,16,16,4096,128 0.88; 1.11 for 128x32 with three stages, 1.34 for 64x32
@@ -512,13 +515,13 @@ def tile_of_short_sequences(block_d: int) -> Tile:
 
 
 def candidates(kernel: str, block_d: int, arch: str, has_bias: bool) -> tuple[Tile, ...]:
-    """Return the tiles that may be best for a kernel whose mask is a band, in 16 bits; the first is the table's.
+    """Return candidate tiles of a kernel whose mask is a band, in 16 bits; the first one is the tile of the table.
 
     Args:
-        kernel, block_d, arch: as of `tile_of`.
+        kernel, block_d, arch: as in `tile_of`.
         has_bias: whether there is a bias of one value per score.
     """
     bias = TILE_BIAS.value if has_bias else NO_BIAS.value
-    own = _tile_of_table(kernel, torch.bfloat16, block_d, arch, BAND.value, bias, arch == "sm_90", None)
+    from_table = _tile_of_table(kernel, torch.bfloat16, block_d, arch, BAND.value, bias, arch == "sm_90", None)
     others = {"sm_90": _OTHERS_SM90, "sm_100": _OTHERS_SM100}.get(arch, _OTHERS_SM80)
-    return (own, *(tile for tile in others[kernel][block_d] if tile != own))
+    return (from_table, *(tile for tile in others[kernel][block_d] if tile != from_table))

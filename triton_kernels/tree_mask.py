@@ -1,7 +1,7 @@
-"""Device functions for tree masks: which keys the queries of a tile visit, and which new tokens each query sees.
+"""Device functions for tree masks: the keys that the queries of a tile visit, and the new tokens of each query.
 
 The queries of a sequence are its new tokens, and these are also its last keys. A tree has bits for the new tokens only;
-every query sees all keys before them.
+every query attends to all keys before them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .tile_ops import band_of_queries, blocks_of
 def keys_of_trees(first, last, rows, tree, stride, shape, LEFT: tl.constexpr, BLOCK: tl.constexpr):
     """Find the blocks of keys that queries `rows`, first..last, visit, in the form of `keys_of_queries`.
 
-    For a tree that is a chain this is the causal result. Blocks without a mask check end at the first new token that
-    some row does not see. The last block visited has the last new token that some row sees.
+    For a tree that is a chain this is the causal result. Blocks without a mask check end at the first new token that is
+    hidden from some row. The last block visited has the last new token that is visible to some row.
     """
     seen_by_all = shape.seqlen_q
     seen_by_some = 0
@@ -39,12 +39,12 @@ def keys_of_trees(first, last, rows, tree, stride, shape, LEFT: tl.constexpr, BL
 
 @triton.jit
 def tree_allows(tree, first_key, rows, keys, stride, shape, BLOCK: tl.constexpr):
-    """Return whether the tree lets rows see keys: the (rows, keys) tile of BLOCK keys from `first_key` on."""
+    """Return whether rows attend to keys: the (rows, keys) tile of BLOCK keys from `first_key` on."""
     old = shape.seqlen_k - shape.seqlen_q
     token = (keys - old)[None, :]
     seen = (rows * 0)[:, None]
-    # Load words, not scores: a block spans few words of a row, and a load per score would need registers for its
-    # pointers. Bits of keys before the new tokens are all ones.
+    # Load 32 bits at a time, because a load per score would need registers for its pointers. Bits of keys before the
+    # new tokens are all ones.
     for step in tl.static_range(0, BLOCK // 32 + 1):
         word = ((first_key - old) >> 5) + step
         is_word = (rows < shape.seqlen_q) & (word >= 0) & (word * 32 < shape.seqlen_q)

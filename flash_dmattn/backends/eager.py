@@ -45,7 +45,7 @@ def set_chunk_bytes(nbytes: int) -> None:
 
 
 def _workspace_bytes(problem: AttentionProblem) -> int:
-    """Return the most bytes of temporaries that a call holds at once; the fallback warning names them."""
+    """Return the peak memory of the temporaries of a call, in bytes, for the fallback warning."""
     width = 8 if problem.dtype == torch.float64 else 4
     batch = problem.batch if problem.sequences is None else 1  # one sequence after another
     scores = batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
@@ -126,7 +126,7 @@ def _differentiable_backward(
     mask, bias, to_list_values = for_formula(problem, x)
     numbers |= {"sink": x.sink, "dropout": dropout, "dentropy": dentropy}
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, **numbers)
-    if dbias is not None and x.bias is not None:  # summed to the bias as the call has it
+    if dbias is not None and x.bias is not None:  # the sum has the shape and dtype of the bias of the call
         dbias = formula.sum_entries(to_list_values(dbias), x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
     return dq, dk, dv, dbias, *dsink
 

@@ -1,4 +1,4 @@
-"""Chooses the form in which the passes of a call read its mask, and converts the mask to it; nothing else does."""
+"""Chooses the form of the mask for the passes of a call; no other module converts the mask of a call."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from .protocol import Backend, Backward, BackwardTangents, Direction, Forward, F
 if TYPE_CHECKING:
     from ..masks import PreparedMask
 
-# A switch: with False the bool mask of a call with sequences is never packed.
-PACKS_BESIDE_SEQUENCES = True
-# Up to so many queries or keys have few tiles, and skipping some of them saves less than packing the mask costs.
+# If False, the bool mask of a call with sequences is never packed.
+PACKS_FOR_SEQUENCES = True
+# Up to this number of queries or keys, skipping tiles saves less time than packing the mask takes.
 FEW_QUERIES, FEW_KEYS = 16, 128
-# Below so many heads tiles of few kept keys are too few programs for kernels that can gather keys instead.
+# With fewer heads, tiles of kept keys are too few programs to fill the GPU, and kernels that can gather keys are
+# faster.
 FEW_HEADS = 8
 
 
 def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
     """Choose one form for both passes of a call, so that its mask is packed once.
 
-    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note`
-    reports so. Lists are never converted here: a pass that walks tiles makes tiles of them for itself, because a second
-    derivative can read lists, and cannot read the tiles.
+    A prepared mask in a form that a pass does not support is converted; if it becomes a bool tensor, `unpacking_note`
+    reports it. Lists are never converted here: a pass over tiles converts them itself, because a second derivative
+    needs the lists.
     """
     if problem.mask_form == "lists":
         return MaskChoice("lists")
@@ -52,7 +53,7 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
 def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
     form = problem.mask_form
     if form == "lists" and not all(form in each.mask_forms for each, _ in passes):
-        return MaskChoice("intervals")  # a backend that walks tiles accepts lists only if their blocks are tiles
+        return MaskChoice("intervals")  # a backend of tiles accepts lists only if their blocks are tiles
     if form in ("none", "tree", "lists") or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
@@ -62,7 +63,7 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
     if all(each.reads_dense(sized, direction) for each, direction in passes):
         return MaskChoice("dense")
     if problem.sequences is not None:
-        return MaskChoice("sequence_tiles" if packs_beside_sequences(sized) else "dense")
+        return MaskChoice("sequence_tiles" if packs_for_sequences(sized) else "dense")
     return prepared_form(sized, all("keys" in each.mask_forms for each, _ in passes))
 
 
@@ -85,15 +86,15 @@ def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
     return MaskChoice("intervals", reorder)
 
 
-def packs_beside_sequences(problem: AttentionProblem) -> bool:
-    """Return whether a call with sequences packs its bool mask into tiles, for backends that read them.
+def packs_for_sequences(problem: AttentionProblem) -> bool:
+    """Return whether a call with sequences packs its bool mask into tiles, for backends that support them.
 
-    It pays if the mask has a value for each packed query and each key: kernels would otherwise read a byte for every
-    pair in every pass. A mask with one value for several rows or keys is small, and is read as it is. So is every mask
-    on AMD GPUs, because PyTorch would pack it there, which takes longer than both passes.
+    Packing is worthwhile if the mask has a value for each packed query and each key, because kernels would otherwise
+    load a byte for every pair in every pass. A mask with one value for several rows or keys is small, and is not
+    packed. On AMD GPUs masks are not packed, because PyTorch would do it there, which takes longer than both passes.
     """
     p = problem
-    if not PACKS_BESIDE_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
+    if not PACKS_FOR_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
         return False
     _, _, shares_queries, shares_keys = p.mask.broadcast()
     if shares_queries or shares_keys or p.arch.startswith("gfx"):
@@ -104,7 +105,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 def view_of(
     problem: AttentionProblem, choice: MaskChoice, mask: Tensor | PreparedMask, sequences: SequenceView | None = None
 ) -> MaskView:
-    """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call."""
+    """Convert the user's mask to the chosen form; no other function packs or unpacks the mask of a call."""
     if not isinstance(mask, Tensor):
         if mask.form == choice.form:
             return mask.view
@@ -112,11 +113,13 @@ def view_of(
     if choice.form == "dense":
         return MaskView("dense", (mask,))
     if choice.form == "sequence_tiles":
-        from ..masks.prepared.operators import pack_beside  # importing flash_dmattn does not need it
+        from ..masks.prepared.operators import pack_for_sequences  # importing flash_dmattn does not need it
 
         spec, packing = problem.sequences, problem.flags.mask_packing
         assert spec is not None and sequences is not None
-        return MaskView("sequence_tiles", tuple(pack_beside(mask, sequences.bounds, packing, spec, problem.window)))
+        return MaskView(
+            "sequence_tiles", tuple(pack_for_sequences(mask, sequences.bounds, packing, spec, problem.window))
+        )
     from ..masks.prepared.operators import prepared_view  # likewise
 
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
@@ -125,7 +128,7 @@ def view_of(
 def plan_view(
     problem: AttentionProblem, choice: MaskChoice, forward: Backend, arrival: Arrival
 ) -> Callable[[Any, Tensor, Tensor, Tensor | None], MaskView] | None:
-    """Return what `view_of` does with the masks of a class of unwatched calls; None if that depends on the call.
+    """Return the conversion of `view_of` for a class of unwatched calls; None if it depends on the call.
 
     The function takes the mask, then k, v and bias as the call has them: see `MaskView.fresh`.
     """
@@ -174,7 +177,7 @@ def convert(
 
 
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
-    """Return the forward pass of a backend for a class of calls; masks are converted for it, and q, k and v viewed."""
+    """Return the forward pass of a backend for a class of calls, with conversions of masks and views of q, k and v."""
     arrival = problem.arrival
     if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "forward"):
         run = forward_of(backend, problem._replace(arrival="rows"))
@@ -184,7 +187,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
             return lambda inputs: tuple(x.squeeze(0) for x in run(inputs.in_rows(arrival)))
 
         def forward(inputs: Inputs) -> tuple[Tensor, ...]:
-            # In place: a view would forbid users to write to the results of an autograd function.
+            # In place, because users may not write to an output of an autograd function that is a view.
             return tuple([x.squeeze_(0) for x in run(inputs.in_rows(arrival))])
 
         return forward
@@ -223,7 +226,7 @@ def _plan_backward(backend: Backend, problem: AttentionProblem) -> Backward:
 
 
 def tangents_of(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
-    """Return the forward pass of a backend in forward mode, with the same conversions, of q, k and v viewed as rows."""
+    """Return the forward pass of a backend in forward mode, with the same conversions, for q, k and v as rows."""
     assert backend.plan_tangents is not None
     arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
     run = backend.plan_tangents(problem._replace(arrival="rows", mask_form=choice.form))
@@ -239,7 +242,7 @@ def tangents_of(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
 
 
 def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
-    """Return the gradients of a call in forward mode, converted alike, in the layout in which q, k and v arrived."""
+    """Return the gradients of a call in forward mode, with the same conversions, in the layout of q, k and v."""
     assert backend.plan_tangent_gradients is not None
     arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
     run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)
@@ -261,7 +264,7 @@ def tangents_in_rows(tangents: Tangents, arrival: Arrival) -> Tangents:
 
 
 def through_rows(problem: AttentionProblem, run: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Return a backward pass of tensors as they arrive that runs one of rows (B, L, H, D)."""
+    """Wrap a backward pass of rows (B, L, H, D), for tensors in any layout."""
     arrival = problem.arrival
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
@@ -282,7 +285,7 @@ def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
 
 
 def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
-    """Describe for `explain` how a backend with interval masks reads a mask that is one, or becomes one."""
+    """Describe for `explain` how a backend with interval masks uses a mask that is one, or becomes one."""
     p = problem
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
@@ -298,11 +301,11 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
 
 
 def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe for `explain` how a backend with prepared forms reads the bool mask of a call with sequences."""
+    """Describe for `explain` how a backend with prepared forms uses the bool mask of a call with sequences."""
     if problem.mask_form != "dense":
         return ()
     advice = "PreparedMask.from_mask(mask, sequences=...)"
-    if packs_beside_sequences(problem):
+    if packs_for_sequences(problem):
         return (f"packs the bool mask as bits and lists of tiles, once a call: {advice} does it once for all layers",)
     return (f"reads the bool mask as it is, and skips nothing for it: {advice} makes tiles of it",)
 
@@ -311,7 +314,7 @@ class IntervalWalk(NamedTuple):
     """The bounds and lists of tiles of an `IntervalMask`, and the order of keys that they use.
 
     Attributes:
-        order: int32 (Bm, Hm, Lk), the key at each place; None if place and key are the same.
+        order: int32 (Bm, Hm, Lk), the permutation of keys; None for the identity.
     """
 
     bounds: Tensor
@@ -321,7 +324,7 @@ class IntervalWalk(NamedTuple):
 
 
 def interval_walk(problem: AttentionProblem, in_order: bool = True) -> Callable[[MaskView], IntervalWalk]:
-    """Return the tiles of interval masks: in their order if the calls follow it and want it, else listed again."""
+    """Return the tiles of interval masks: in the order of the mask if the call uses it, else listed again."""
     heads, seqlen_q = (1, problem.num_heads_k), problem.seqlen_q
     may_follow = in_order and may_follow_order(problem)
 
@@ -343,17 +346,17 @@ def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
     """Return whether k, v and bias of a call can be copied into the order of keys of an interval mask.
 
     Not with a bias of one value per score, or a gradient of that shape: its copy would take longer than the order
-    saves. Not if the heads of a group have masks of their own, because they share k and v. Not with dropout, whose
-    random numbers go by the number of a key.
+    saves. Not if the heads of a group have different masks, because they have the same k and v. Not with dropout, whose
+    random numbers depend on the index of a key.
     """
     return mask.tensors[2].shape[1] in (1, problem.num_heads_k) and may_follow_order(problem)
 
 
 def may_follow_order(problem: AttentionProblem) -> bool:
-    """Return what `follows_order` does, of masks that have one order for the heads of a group."""
+    """Return the result of `follows_order` for masks that have one order for the heads of a group."""
     return problem.dropout_p == 0 and not reads_scores(problem)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
-    """Return whether a call has a bias that is read by query and key, or needs a gradient of one value per score."""
+    """Return whether a call has a bias of one value per score, or needs a gradient of one value per score."""
     return problem.relative is not None or "score" in (problem.bias_class, problem.dbias_class)

@@ -26,12 +26,12 @@ _HINTS = {
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }
 
-# Features of the forward pass alone: their result has no gradient, so a backward pass does not read it.
+# Features of the forward pass only: their result has no gradient, so a backward pass does not need it.
 _FORWARD_ONLY = frozenset({"max_scores"})
 
-# forward(inputs) -> (out, lse), followed by the largest scores and the entropies of rows, in this order, where the
-# flags of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the
-# problem asks for them, and may return (out,) if the problem asks for nothing else.
+# forward(inputs) -> (out, lse), followed by the maximum scores and the entropies of rows, in this order, if the flags
+# of the problem ask for them. A forward pass that PyTorch differentiates also returns probabilities if the problem asks
+# for them, and may return (out,) if the problem needs no other result.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
 # tangents(inputs, tangents) -> (out, lse, tout, tlse), computed together.
 ForwardTangents = Callable[[Inputs, Tangents], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -47,8 +47,8 @@ class Backward(Protocol):
     ) -> Gradients:
         """Return (dq, dk, dv, dbias, dsink), with None for each that `problem.needs_grad` does not ask for.
 
-        Only backends with `stores_dbias` get `dbias_out`, a tensor of the shape, dtype and device of the bias. Its
-        strides may be any under which no two elements overlap. They write dbias into it and return it.
+        Only backends with `stores_dbias` get `dbias_out`, a tensor of the shape, dtype and device of the bias. It may
+        have any strides without overlap. They write dbias into it and return it.
 
         Only backends with the feature "entropy" get `entropy=`, a `RowEntropy`, where entropies have a gradient.
         """
@@ -60,11 +60,12 @@ class Rule(NamedTuple):
 
     Attributes:
         code: the name of the rule.
-        holds: a fast predicate. It reads the problem only, because its answer is reused for calls that are alike.
+        holds: a fast predicate. It depends only on the problem, because its answer is reused for calls with equal
+            problems.
         says: the reason for a refusal, with the values of this call.
         hint: how to change the call.
-        passes: the passes that it binds; a backend may accept a forward pass and refuse the backward pass.
-        calls: the calls that it binds, without sequences ("dense"), with them, or both. `holds` gets only these.
+        passes: the passes that it applies to; a backend may accept a forward pass and refuse the backward pass.
+        calls: the calls that it applies to, without sequences ("dense"), with them, or both. `holds` gets only these.
         example: a call that breaks this rule and no other of the backend. Tests and docs/support.md use it. It has
             arguments of `explanation.explain_problem`, whose q is (2, 4096, 16, 64) if left out, and fields of its
             problem.
@@ -79,13 +80,13 @@ class Rule(NamedTuple):
     example: Mapping[str, Any] = MappingProxyType({})
 
     def is_kept(self, problem: AttentionProblem) -> bool:
-        """Return whether a call keeps the rule; one that it does not bind does."""
+        """Return whether a call satisfies the rule; calls that it does not apply to do."""
         other = "sequences" if problem.sequences is None else "dense"
         return self.calls == other or self.holds(problem)
 
 
 class Reason(NamedTuple):
-    """Why a backend does not serve a call: a broken rule, a failed probe, or a switch that disables it."""
+    """Why a backend does not serve a call: a broken rule, a failed probe, or a setting that disables it."""
 
     backend: str
     code: str
@@ -110,7 +111,7 @@ class Availability(NamedTuple):
 
 
 class Probe:
-    """A `probe` of a `Backend` that imports what the backend needs once, for all threads; its result is reused."""
+    """A `probe` of a `Backend` that imports its dependencies once, for all threads, and caches the result."""
 
     def __init__(self, load: Callable[[], Availability]) -> None:
         self.load = load
@@ -132,48 +133,49 @@ class Backend:
     """A way to run attention: `flash_dmattn.register_backend` adds one.
 
     Calls with equal problems form a class. A backend plans a pass once for each class, and the planned pass runs every
-    call of the class. Decide in the plan everything that the problem decides; the pass itself only handles tensors.
+    call of the class. All decisions that depend on the problem belong in the plan; the pass itself only handles
+    tensors.
 
     Attributes:
         name: the name for `backend=`.
         plan_forward: problem -> forward(inputs) -> (out, lse). out is (B, Lq, Hq, Dv), or shaped as q with sequences;
             lse is (B, Hq, Lq). Both are contiguous.
         plan_backward: problem -> backward(saved, dout, dlse) -> gradients, each of the shape and dtype of its input.
-            None if `forward` is differentiable PyTorch, through which autograd goes.
+            None if autograd differentiates `forward`.
         features: the arguments of `attention` that it supports, out of `flash_dmattn.problem.FEATURES`. A call that
-            uses another one is refused. Only its forward pass is, if that is "max_scores", which has no gradient.
+            uses another one is refused; without "max_scores", which has no gradient, only its forward pass is.
         rules: conditions that a call must meet.
-        auto_rules: further conditions under `backend="auto"`, for example of speed. They never bind a call that names
-            the backend.
-        probe: returns whether it works on this machine. It runs at first use, its result is reused, and it never
+        auto_rules: further conditions under `backend="auto"`, for example of speed. They never apply to a call that
+            names the backend.
+        probe: returns whether it works on this machine. It runs at first use, its result is cached, and it never
             raises.
         notes: lines that `explain` shows for a call that it accepts, for example about copies.
-        mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask in another form is converted before
-            a pass. A backend that lists "keys" reads single keys.
-        reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask as it is. If
-            that holds of both passes of a call, its mask is not packed.
+        mask_forms: the forms of masks that its passes support: see `MaskForm`. A mask in another form is converted
+            before a pass. A backend that lists "keys" gathers single keys.
+        reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask. If both
+            passes of a call are, its mask is not packed.
         reads_as_arrived: whether a pass takes q, k and v in the layout `arrival` of the problem, head-first
             (B, H, L, D) or as tokens (T, H, D), and returns their gradients in it. The results of tokens then are
             (T, Hq, Dv) and (Hq, T). Other passes get views (B, L, H, D).
         takes_fresh: whether its forward pass uses `MaskView.fresh` of an interval mask that the call has made.
-        repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
-            as `mask_repeat` and `bias_repeat` of `Flags` tell.
-        refuses_entries: for a backend without `repeats_entries`: why a pass refuses a mask or a bias that some entries
-            share; empty if it accepts it.
-        wide_lse: whether the lse of calls with a bias is float64 between its passes. Next to a bias of -1e9, float32
-            cannot hold the log of the sum; `attention` returns float32 all the same. Where log(sum) would vanish even
+        repeats_entries: whether it supports a mask or a bias that some, but not all, entries of the batch have in
+            common: see `mask_repeat` and `bias_repeat` of `Flags`.
+        refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
+            accepts it.
+        wide_lse: whether the lse of calls with a bias is float64 between its passes. With a bias of -1e9, float32 has
+            no digits left for the log of the sum; `attention` still returns float32. Where log(sum) would vanish even
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
-        differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch; with the
-            feature "entropy" also (problem, inputs, dout, dlse, dentropy). Without it auto takes that of eager, and
-            calls that name the backend have no second derivative.
-        has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) goes through its forward pass.
+        differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch; with the feature
+            "entropy" also (problem, inputs, dout, dlse, dentropy). Without it auto uses eager, and calls that name the
+            backend have no second derivative.
+        has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) differentiates its forward pass.
         plan_tangents: problem -> tangents(inputs, tangents) -> (out, lse, tout, tlse), a forward pass in forward mode.
             Calls of a backend without one run on another: see `selection.select_tangents`.
         plan_tangent_gradients: (problem, needs_grad) -> the gradients of what `plan_tangents` computes, for a loss that
             contains tangents. `needs_grad` has ten flags: of q, k, v, bias and sink, then of their tangents.
-        workspace_bytes: only for the fallback, which takes every call on every device: the bytes that auto names when
-            it warns that it falls back.
+        workspace_bytes: only for the fallback, which supports every call on every device: the memory that the fallback
+            warning states, in bytes.
     """
 
     name: str
@@ -202,12 +204,12 @@ class Backend:
 
     @property
     def is_differentiable(self) -> bool:
-        """Return whether autograd goes through its forward pass, because it has no backward pass of its own."""
+        """Return whether autograd differentiates its forward pass, because it has no backward pass."""
         return self.plan_backward is None
 
     @property
     def is_fallback(self) -> bool:
-        """Return whether auto takes it only if no other backend accepts a call, and then warns on an accelerator."""
+        """Return whether auto uses it only if no other backend accepts a call, and then warns on an accelerator."""
         return self.workspace_bytes is not None
 
     def widens(self, bias: Tensor | None) -> bool:
@@ -262,7 +264,7 @@ class Backend:
             Reason(
                 self.name,
                 f"shared_{name}",
-                f"{name} has {spec.shape[0]} entries beside a batch of {problem.batch}; {said}",
+                f"{name} has {spec.shape[0]} entries with a batch of {problem.batch}; {said}",
                 f"expand the leading dims of {name} to those of q, or to 1",
             )
             for name in problem.partly_shared
@@ -272,7 +274,7 @@ class Backend:
 
 def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, direction: Direction) -> bool:
     """Return whether every rule of one pass holds."""
-    for rule in rules:  # every new class of calls passes here, and a generator takes twice as long as a loop
+    for rule in rules:  # a loop, because a generator takes twice as long, and every new class of calls needs this
         if direction in rule.passes and not rule.is_kept(problem):
             return False
     return True

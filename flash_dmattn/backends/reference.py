@@ -1,4 +1,4 @@
-"""The plain formula as a backend, chosen by name only: the oracle, and the only backend that returns probabilities.
+"""The plain formula as a backend, used only by name: the oracle, and the only backend that returns probabilities.
 
 It also converts calls for `flash_dmattn.reference`, which the other backends in plain PyTorch run, too.
 """
@@ -17,7 +17,7 @@ from ..reference import formula
 from ..reference import sequences as loop
 from ..reference.distances import AnyBias, ChunkBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
-from ..reference.lists import Chosen, Lists, dense_bias, slot_table, value_gradient
+from ..reference.lists import Lists, ListValues, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
 from .mask_choice import convert
 from .protocol import Backend, Forward, Rule
@@ -26,7 +26,7 @@ from .protocol import Backend, Forward, Rule
 def whole_batch(
     problem: AttentionProblem, mask: Tensor | None, bias: AnyBias | None
 ) -> tuple[Tensor | None, AnyBias | None]:
-    """Return mask and bias with 1 entry or one for each of the batch; one that has another number is copied.
+    """Return mask and bias with 1 entry or with one for each entry of the batch, copied if they have another number.
 
     It is differentiable. A copied bias has the dtype of the softmax, so that its gradient is rounded once.
     """
@@ -55,7 +55,7 @@ def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
 class FormulaOperands(NamedTuple):
     """The bool mask of a call without sequences, and its bias, both for the whole batch; differentiable.
 
-    `to_list_values` takes the gradient of that bias to the gradient of the values of lists, where the call has these.
+    `to_list_values` converts the gradient of this bias to the gradient of the values of lists, if the call has them.
     """
 
     mask: Tensor | None
@@ -64,13 +64,13 @@ class FormulaOperands(NamedTuple):
 
 
 def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
-    """Return the mask and the bias of a call without sequences, as the formula takes them."""
+    """Return the mask and the bias of a call without sequences, as arguments of the formula."""
     flags = problem.flags
     if x.mask.form != "lists":
         return FormulaOperands(*whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)))
     lists, bias = lists_of(problem, x), x.bias
     slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
-    if bias is None or not flags.chosen:
+    if bias is None or not flags.is_list_bias:
         return FormulaOperands(*whole_batch(problem, slots >= 0, bias_of(problem, x)))
     wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(x.q)))  # its gradient is rounded once
     slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
@@ -81,8 +81,8 @@ def for_formula(problem: AttentionProblem, x: Inputs) -> FormulaOperands:
 
 def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
     """Return the bias of a call, with the lists if it has values for entries of lists."""
-    if inputs.bias is not None and problem.flags.chosen:
-        return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
+    if inputs.bias is not None and problem.flags.is_list_bias:
+        return ListValues(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
     return bias_of(problem, inputs)
 
 
@@ -93,12 +93,12 @@ def for_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor | Lists 
 
 
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
-    """Return the numbers of a call, under the names that `flash_dmattn.reference.formula` gives them."""
+    """Return the numeric arguments of `flash_dmattn.reference.formula` for a call."""
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 
 def asked_for(problem: AttentionProblem) -> dict[str, bool]:
-    """Return which numbers about its rows a call asks for."""
+    """Return which statistics of its rows a call asks for."""
     return {"max_scores": problem.flags.max_scores, "entropy": problem.flags.entropy}
 
 
@@ -116,7 +116,7 @@ def bool_mask(mask: MaskView) -> Tensor | None:
 
 
 def readable_mask(problem: AttentionProblem, x: Inputs) -> Tensor | None:
-    """Return the bool mask of a call, unpacked from the form that other passes read."""
+    """Return the bool mask of a call, unpacked from the form for other passes."""
     is_prepared = x.mask.form not in ("none", "dense", "tree")
     return bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
 
@@ -129,7 +129,7 @@ def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
-    """Plan (out, lse), and what else is asked for; see `flash_dmattn.reference.formula`."""
+    """Plan (out, lse), and other results that the problem asks for; see `flash_dmattn.reference.formula`."""
     numbers = {**formula_numbers(problem), **asked_for(problem)}
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
+from ..definition import assume_constant
 from . import config
 from .config import Block, blocks, choice
 
@@ -28,6 +29,7 @@ _top: Callable[[bool], Hooks | None] = getattr(_autograd, "_top_saved_tensors_de
 _is_enabled: Callable[[], bool] = getattr(_autograd, "_saved_tensors_hooks_is_enabled", lambda: False)
 
 
+@assume_constant  # Dynamo runs it with the hooks around the trace
 def follow_checkpoints() -> None:
     """Make checkpointed regions that are running now use the active config when they are recomputed.
 
@@ -38,8 +40,6 @@ def follow_checkpoints() -> None:
         _follow(hooks)
 
 
-# Dynamo runs it while tracing, with the hooks around the trace, and does not trace it. See `registry.works`.
-setattr(follow_checkpoints, "_dynamo_marked_constant", True)  # noqa: B010
 config.follow_checkpoints = follow_checkpoints
 
 

@@ -31,7 +31,7 @@ _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 
 # The default of an argument that may be left out. It is not None, because passing None is an error.
-_LEFT_OUT: Any = ...
+_UNSET: Any = ...
 
 # Hooks: `registry` and `checkpoints`, which import torch, replace these two functions when they are imported.
 check_name: Callable[[str], object] = lambda name: None
@@ -313,34 +313,33 @@ class config(Block):
     def __init__(
         self,
         *,
-        backend: BackendChoice = _LEFT_OUT,
+        backend: BackendChoice = _UNSET,
         disabled: str | tuple[str, ...] = (),
-        fallback: Fallback = _LEFT_OUT,
-        record: list[Decision] = _LEFT_OUT,
+        fallback: Fallback = _UNSET,
+        record: list[Decision] = _UNSET,
         **unknown: object,
     ) -> None:
         _refuse_unknown("config", unknown)
-        if record is not _LEFT_OUT and not isinstance(record, list):
+        if record is not _UNSET and not isinstance(record, list):
             raise TypeError(f"record is {record!r}; it needs to be a list, to which decisions are appended")
         super().__init__(
             Blocks(
-                None if backend is _LEFT_OUT else check_choice(backend),
+                None if backend is _UNSET else check_choice(backend),
                 _check_names(disabled),
-                None if fallback is _LEFT_OUT else _check_one_of(_FALLBACKS, fallback, "fallback"),
-                None if record is _LEFT_OUT else record,
+                None if fallback is _UNSET else _check_one_of(_FALLBACKS, fallback, "fallback"),
+                None if record is _UNSET else record,
             )
         )
-        given = {"backend": backend, "disabled": disabled, "fallback": fallback, "record": record}
-        self._arguments: dict[str, Any] = given
+        self._arguments: dict[str, Any] = dict(backend=backend, disabled=disabled, fallback=fallback, record=record)
         self._is_waiting = True
 
     @staticmethod
     def set(
         *,
-        backend: BackendChoice = _LEFT_OUT,
-        disabled: str | tuple[str, ...] = _LEFT_OUT,
-        fallback: Fallback = _LEFT_OUT,
-        record: list[Decision] = _LEFT_OUT,
+        backend: BackendChoice = _UNSET,
+        disabled: str | tuple[str, ...] = _UNSET,
+        fallback: Fallback = _UNSET,
+        record: list[Decision] = _UNSET,
         **unknown: object,
     ) -> None:
         """Change the settings of the process. Settings of a `with` block take precedence.
@@ -358,15 +357,15 @@ class config(Block):
         >>> flash_dmattn.config.set(backend="auto", disabled=())
         """
         _refuse_unknown("config.set", unknown)
-        if record is not _LEFT_OUT:
+        if record is not _UNSET:
             raise TypeError("config.set takes no record; it needs a block: with flash_dmattn.config(record=decisions)")
-        checked = config(backend=backend, disabled=() if disabled is _LEFT_OUT else disabled, fallback=fallback)
+        checked = config(backend=backend, disabled=() if disabled is _UNSET else disabled, fallback=fallback)
         checked._is_waiting = False
-        if backend is not _LEFT_OUT:
+        if backend is not _UNSET:
             process.default_backend = backend
-        if disabled is not _LEFT_OUT:
+        if disabled is not _UNSET:
             process.disabled = checked.change.disabled
-        if fallback is not _LEFT_OUT:
+        if fallback is not _UNSET:
             process.fallback = fallback
 
     def __enter__(self) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view, tangent_gradients_of, tangents_of
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
-from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
-from ..problem.inputs import Saved, SavedLayout, in_rows, saved_layout_of
-from ..remembered import Remembered
+from ..caches import ClockCache
+from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, tensor_spec
+from ..problem.inputs import Saved, SavedLayout, in_rows, make_saved_layout
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice, Fallback
 from .registry import on_change
@@ -22,7 +22,7 @@ Strides = tuple[tuple[int, ...] | None, ...]
 
 # Planned passes, by the function that plans them, backend and problem. Several plans, and operators that a compiler
 # calls, may use the same one.
-_passes: Remembered[Any] = Remembered(4096)
+_passes: ClockCache[Any] = ClockCache(4096)
 on_change.append(_passes.clear)
 
 
@@ -98,7 +98,7 @@ def make_plan(
     choice = choose_form(described, forward, backward)
     p = described._replace(mask_form=choice.form, arrival=arrival)
     is_differentiable = forward.is_differentiable
-    plan = Plan(described, p, forward, backward, requested, choice, saved_layout_of(p), is_differentiable, falls_back)
+    plan = Plan(described, p, forward, backward, requested, choice, make_saved_layout(p), is_differentiable, falls_back)
     if not with_passes:
         return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
@@ -139,7 +139,7 @@ def tangent_gradients_pass(
 
 
 def _planned(plan: Callable[..., T], *arguments: Any) -> T:
-    planned: T = _passes.find((plan, *arguments), lambda: plan(*arguments))
+    planned: T = _passes.get_or_make((plan, *arguments), lambda: plan(*arguments))
     return planned
 
 
@@ -162,7 +162,7 @@ def with_strides(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProb
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
     mask = problem.mask
     if problem.mask_form == "dense":
-        mask = spec_of(x.mask.tensors[0])
+        mask = tensor_spec(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
     strides: dict[str, Any] = {"q_strides": q, "k_strides": k, "v_strides": v}

@@ -20,6 +20,7 @@ import torch
 
 from .._version import __version__
 from ..backends.sdpa.backend import leads_in_fp32, runs_flash
+from ..definition import assume_constant
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes
@@ -375,7 +376,7 @@ def gpu_names(arch: str) -> list[str]:
     """Return the model names of this machine's GPUs of an architecture; for "cpu" the model name of its CPU."""
     if arch == "cpu":
         return [cpu_name()]
-    return sorted({torch.cuda.get_device_name(index) for own, index in _gpus() if own == arch})
+    return sorted({torch.cuda.get_device_name(index) for gpu_arch, index in _gpus() if gpu_arch == arch})
 
 
 def cpu_name() -> str:
@@ -461,7 +462,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
 
     def beats(name: str, other: str) -> bool:
         pairs = zip(times[name], times[other], strict=True)
-        return not failed[name] and all(theirs is None or (own is not None and own < theirs) for own, theirs in pairs)
+        return not failed[name] and all(slower is None or (ms is not None and ms < slower) for ms, slower in pairs)
 
     if profile.arch == "cpu":
         return Judgement((), _slower_passes(profile, rows, failed["sdpa"], why), why)
@@ -491,11 +492,11 @@ def _slower_passes(
         return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
     pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
 
-    def is_faster(own: float | None, other: float | None) -> bool:
-        return own is None or other is None or own < other
+    def is_faster(ms: float | None, other: float | None) -> bool:
+        return ms is None or other is None or ms < other
 
-    forward = all(is_faster(own.forward, eager.forward) for own, eager in pairs)
-    backward = all(is_faster(own.backward, eager.backward) for own, eager in pairs)
+    forward = all(is_faster(sdpa.forward, eager.forward) for sdpa, eager in pairs)
+    backward = all(is_faster(sdpa.backward, eager.backward) for sdpa, eager in pairs)
     slower: Passes = (*(() if forward else _BOTH[:1]), *(() if backward else _BOTH[1:]))
     return (("sdpa", f"measured on this CPU: {why}", slower),) if slower else ()
 
@@ -519,21 +520,18 @@ def judgement(problem: AttentionProblem) -> Judgement | None:
     return None if judged is None else Judgement(*judged)
 
 
+@assume_constant  # it loads a file
 def _has_profile(arch: str) -> bool:
     return find(arch).profile is not None
 
 
+@assume_constant  # it loads a file
 def _judged(
     arch: str, rows: tuple[str, ...], with_gradients: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str, Passes], ...], str] | None:
     profile = find(arch).profile
     judged = None if profile is None else judge(profile, rows, with_gradients)
     return None if judged is None else (judged.order, judged.refused, judged.why)
-
-
-# They load a file, which torch.compile cannot trace; see `registry.works`.
-setattr(_has_profile, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def why_unjudged(problem: AttentionProblem) -> str:

@@ -11,6 +11,7 @@ from ..backends.flex import backend as flex
 from ..backends.protocol import Backend
 from ..backends.sdpa import backend as sdpa
 from ..backends.triton import backend as triton
+from ..definition import assume_constant
 from ..problem import FEATURES
 from . import config
 from .config import RegisteredBackend, needed
@@ -122,14 +123,10 @@ def last_resort() -> Backend:
     return next(backend for backend in BACKENDS.table.values() if backend.is_fallback)
 
 
+@assume_constant  # a probe imports libraries
 def works(name: str) -> bool:
     backend = BACKENDS.table.get(name)  # None if it has just been unregistered
     return backend is not None and backend.probe().usable
-
-
-# A probe imports libraries, which torch.compile cannot trace. `torch.compiler.assume_constant_result` sets the same
-# attribute, but imports dynamo.
-setattr(works, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def check_name(name: str) -> Backend:

@@ -99,8 +99,8 @@ def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
     """Choose the backend of a single backward pass: the named one if it accepts the call, else as "auto" does."""
     sized = hinted(problem)
-    asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
-    for backend, rules in asked:
+    named = [(BACKENDS[name], ())] if name in BACKENDS else []
+    for backend, rules in (*named, *candidates(sized)):
         if _serves_backward(backend, rules, problem, sized):
             return backend
     refuse_all(problem)
@@ -182,10 +182,10 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
         return problem
     names = check_choice(requested)
     forward, backward = (names, names) if isinstance(names, str) else names
-    asked = tuple(zip((forward, backward), passes_of(problem)))
+    named = tuple(zip((forward, backward), passes_of(problem)))
     free = problem._replace(flags=problem.flags._replace(deterministic=False))
     serve_ordered, serve_free = (
-        all([check_name(name).accepts(p, own) for name, own in asked]) for p in (problem, free)
+        all([check_name(name).accepts(p, direction) for name, direction in named]) for p in (problem, free)
     )
     if serve_ordered or not serve_free:
         return problem
@@ -215,8 +215,8 @@ def selected_names(problem: AttentionProblem, selection: Any) -> tuple[str, str 
 def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selection:
     needs_backward = any(problem.needs_grad)
     sized = hinted(problem)  # preferences of auto only affect speed
-    asked = candidates(sized)
-    for backend, rules in asked:
+    in_order = candidates(sized)
+    for backend, rules in in_order:
         if pairs_only and backend.is_differentiable:
             continue
         # The rules of auto first, because there are only some, and most calls on a CPU break them for GPU backends.
@@ -229,10 +229,10 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend if it can; else any other one: backends can be paired, because lse has one layout for all.
-        others = ((backend, rules), *asked)
+        others = ((backend, rules), *in_order)
         if problem.flags.max_scores:  # they have no gradient: the backward pass of a call without them comes first
             plain = _choose_auto(problem._replace(flags=problem.flags._replace(max_scores=False)), pairs_only).backward
-            others = (*[one for one in asked if one[0] is plain], *others)
+            others = (*[one for one in in_order if one[0] is plain], *others)
         for other, other_rules in others:
             if _serves_backward(other, other_rules, problem, sized):
                 return Selection(backend, other)
@@ -248,7 +248,7 @@ def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -
     # Rules before the probe: a rule takes nanoseconds, the first probe imports a library.
     if not backend.accepts(problem, direction):
         return False
-    return problem.elsewhere or works(backend.name)
+    return problem.is_hypothetical or works(backend.name)
 
 
 def _serves_backward(
@@ -263,30 +263,30 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
     names = (requested, requested) if isinstance(requested, str) else requested
     forward, backward = [check_name(name) for name in names]
     passes = passes_of(problem)
-    asked: tuple[tuple[Backend, tuple[Direction, ...]], ...] = ((forward, passes),)
+    shares: tuple[tuple[Backend, tuple[Direction, ...]], ...] = ((forward, passes),)
     if forward is not backward:
-        asked = ((forward, passes[:1]), (backward, passes[1:]))
-        for backend, _ in asked:
+        shares = ((forward, passes[:1]), (backward, passes[1:]))
+        for backend in (forward, backward):
             if backend.is_differentiable:
                 pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
                 raise ValueError(
                     f"backend is {requested!r}, but {backend.name!r} is one differentiable function that cannot serve "
                     f"a single pass; a pair needs two of {pairs}"
                 )
-    for backend, own in asked:
-        if not all([_serves(backend, problem, direction) for direction in own]):
-            refuse(problem, backend, own)
+    for backend, share in shares:
+        if not all([_serves(backend, problem, direction) for direction in share]):
+            refuse(problem, backend, share)
     return Selection(forward, None if forward.is_differentiable or len(passes) == 1 else backward)
 
 
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
-    """Return the backends in the order in which auto asks them, each with the rules of auto for it.
+    """Return the backends in the order in which auto tries them, each with the rules of auto for it.
 
-    * On GPUs other than Hopper, with a profile: the profile orders triton, flex and sdpa.
+    * On other GPUs than Hopper, with a profile: the profile orders triton, flex and sdpa.
     * On GPUs other than Hopper, without a profile: they have the usual order. triton was not measured there, but its
       kernels are compiled for the GPU. So it gets calls that the backends before it refuse (with dropout or pages),
       which is faster than eager PyTorch.
-    * On Hopper: cuda is asked a second time, without its speed rules, before sdpa or the last resort. Most speed rules
+    * On Hopper: cuda is tried a second time, without its speed rules, before sdpa or the last resort. Most speed rules
       leave a call to triton, which is faster, but triton may be disabled or not work.
     * In fp32 sdpa may come before triton on all GPUs: see `leads_in_fp32`.
     """
@@ -300,20 +300,19 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
         order = usual_order(problem) if judged is None else judged.order
     elif leads_in_fp32(problem):
         order = (sdpa.name, *(name for name in names if name in (triton.name, "flex")))
-    places = [place for place, name in enumerate(names) if name in order]
-    for place, name in zip(places, (name for name in order if name in table), strict=True):
-        names[place] = name
-    asks_cuda_again = is_built_in and cuda.name in table
-    asked: list[tuple[Backend, tuple[Rule, ...]]] = []
+    reordered = (name for name in order if name in table)
+    names = [next(reordered) if name in order else name for name in names]
+    tries_cuda_again = is_built_in and cuda.name in table
+    in_order: list[tuple[Backend, tuple[Rule, ...]]] = []
     for name in names:
         backend = table[name]
-        if asks_cuda_again and (backend.is_fallback or name == sdpa.name):
-            asked.append((table[cuda.name], ()))
-            asks_cuda_again = False
-        takes_it_all_the_same = is_unmeasured and name == triton.name
-        rules = _preferences_but_measured(backend) if takes_it_all_the_same else auto_rules(backend, problem, judged)
-        asked.append((backend, rules))
-    return asked
+        if tries_cuda_again and (backend.is_fallback or name == sdpa.name):
+            in_order.append((table[cuda.name], ()))
+            tries_cuda_again = False
+        ignores_measured_rule = is_unmeasured and name == triton.name
+        rules = _preferences_but_measured(backend) if ignores_measured_rule else auto_rules(backend, problem, judged)
+        in_order.append((backend, rules))
+    return in_order
 
 
 def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
@@ -321,17 +320,18 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 
 
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
-    name, stated = backend.name, backend.auto_rules
+    """Return the rules of auto for a backend: its built-in ones, or with a profile also the refusals of the profile."""
+    name, rules = backend.name, backend.auto_rules
     if not goes_by_profile(problem):
-        return stated
+        return rules
     if name == triton.name:
-        stated = _preferences_but_measured(backend)
+        rules = _preferences_but_measured(backend)
         if judged is None and problem.device == "cuda":
-            return (*stated, _UNMEASURED)
+            return (*rules, _UNMEASURED)
     if name == cuda.name and process.rules == "profile":
-        return (*stated, _NO_FIGURES)
+        return (*rules, _NO_FIGURES)
     refused = () if judged is None else judged.refused
-    return (*stated, *(_refusal(name, why, passes) for refused_name, why, passes in refused if refused_name == name))
+    return (*rules, *(_refusal(name, why, passes) for refused_name, why, passes in refused if refused_name == name))
 
 
 def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "backward")) -> Rule:
@@ -363,7 +363,7 @@ def reasons_against(
         hint = "leave config(disabled=...), or take it out of config.set(disabled=...) or FLASH_DMATTN_DISABLE"
         reasons.append(Reason(name, "disabled", "it is switched off", hint))
     reasons += backend.broken_rules(problem, passes)
-    if not problem.elsewhere and not (availability := backend.probe()).usable:
+    if not problem.is_hypothetical and not (availability := backend.probe()).usable:
         reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
     if auto:
         reasons += backend.unmet(auto_rules(backend, problem, judgement(problem)), problem, passes)
@@ -393,16 +393,16 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         by_name_only = accepted_by == ("reference",)
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
     details = "".join(f"\n    | {line}" for line in details.splitlines())  # the output of a compiler
-    said = "\n".join([*lines, *(f"  - {reason}" for reason in reasons)]) + details
+    full_text = "\n".join([*lines, *(f"  - {reason}" for reason in reasons)]) + details
     # All reasons may be a page of text, which would hide the advice: show one of the backend, and one of the call.
     shown = [*out_of_service[:1], *[reason for reason in reasons if reason not in out_of_service][:1]]
-    told = "".join(f"\n  - {reason}" for reason in shown)
-    message = f"backend {backend.name!r} {verdict}; {instead}{told}{details}"
+    summary = "".join(f"\n  - {reason}" for reason in shown)
+    message = f"backend {backend.name!r} {verdict}; {instead}{summary}{details}"
     if len(reasons) > len(shown):
         others = f"{len(reasons) - len(shown)} more"
         message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    raise kind(message, backend=backend.name, reasons=reasons, accepted_by=accepted_by, details=said) from cause
+    raise kind(message, backend=backend.name, reasons=reasons, accepted_by=accepted_by, details=full_text) from cause
 
 
 def _refuse_in_graph(verdict: str) -> None:

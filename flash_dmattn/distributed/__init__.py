@@ -1,4 +1,4 @@
-"""Attention over several GPUs: context parallelism, which shares one sequence among the ranks of a group."""
+"""Attention over several GPUs: context parallelism, which shards one sequence over the ranks of a group."""
 
 from .api import context_parallel_attention, gather_sequence
 from .explanation import explain_context_parallel

@@ -1,4 +1,4 @@
-"""`context_parallel_attention`: one call whose sequence is shared among the ranks of a group."""
+"""`context_parallel_attention`: one call whose sequence is sharded over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `attention` of one sequence whose positions are shared among the ranks of a group.
+    """Compute `attention` of one sequence whose positions are sharded over the ranks of a group.
 
-    Equivalent to, with W ranks and everything of the whole sequence on each::
+    Equivalent to, with W ranks and the tensors of the whole sequence on each::
 
         out = flash_dmattn.attention(whole_q, whole_k, whole_v, whole_mask, whole_bias, **keywords)
         out = layout.shard(out, 1, rank)
@@ -129,40 +129,39 @@ def context_parallel_attention(
         v: (B, Lk / W, Hk, Dv).
         mask: bool, read from the right as (B, H, i, j): i is 1, one row for all queries, or Lq / W, the rows of this
             rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
-            any number of calls. Rows are never sent.
-        bias: of the same shapes, any float dtype. Its gradient has its shape. It is complete if the bias has rows of
-            this rank, or is sharded by keys. A bias that all ranks share has a part of its gradient on each rank, from
-            the rows of that rank, like any weight: DDP and FSDP sum it over ranks, and so does `reduce_bias_grad`.
-            Or a `biases.Relative` of the whole call, which all ranks share; or a `biases.Band` whose values have the
-            rows of this rank, (*batch, H, Lq / W, n); or, beside lists, a `biases.ListBias` whose values have the lists
-            of this rank.
+            any number of calls. Rows of masks are never sent.
+        bias: of the same shapes, any float dtype. Its gradient has its shape, and is complete if the bias has rows of
+            this rank, or is sharded by keys. The gradient of a replicated bias is partial, from the rows of each rank,
+            as for any weight: DDP and FSDP sum it over ranks, and so does `reduce_bias_grad`. Or a `biases.Relative` of
+            the whole call, replicated; or a `biases.Band` whose values have the rows of this rank, (*batch, H, Lq / W,
+            n); or, with lists, a `biases.ListBias` whose values have the lists of this rank.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
-            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). The gradient of a bias is then that of this rank's heads.
-        layout: of the queries, and of the keys where `layout_k` is None.
+            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`: (B, H, Lq /
+            outer size, ·). The gradient of a bias is then the sum over this rank's heads.
+        layout: of the queries, and of the keys if `layout_k` is None.
         layout_k: of the keys.
-        strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
-            biases stay. "ulysses" trades heads for positions; it is for calls without rows of masks or biases, whose
-            heads the ranks divide. "auto" takes the one that sends less.
+        strategy: "gather" gathers keys and values, under a window only the ones that a rank needs; rows of masks and
+            biases are not sent. "ulysses" trades heads for positions; it is for calls without rows of masks or biases,
+            whose number of heads is a multiple of the ranks. "auto" selects the one that sends fewer bytes.
         reduce_bias_grad: sum gradients of a bias with i = 1 or of a `Relative`, and of the sink, over the ranks here,
             in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
-        head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
-            before it is computed. More groups take less memory, and more time.
+        head_groups: the number of groups of key-value heads for "gather", None for 1. A group is sent while the one
+            before it is computed. More groups need less memory, and more time.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
         sequences: a `Sequences` of `Sequences.packed`, of all positions: the documents of the sequence, the same on
             every rank. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in `attention`, out is (L / W, Hq,
-            Dv) and lse (Hq, L / W). Each query attends to its own document. There is no other mask; a bias is
-            (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN
-            in v of one document may reach others in the same slice.
+            Dv) and lse (Hq, L / W). Each query attends to its own document. There can be no other mask; a bias is (H,
+            1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN in
+            v of one document may reach others in the same slice.
         dropout_p: refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
-        Results are equal bit by bit from run to run for one number of ranks, where the backend repeats its own.
+        Results are bitwise reproducible for a given number of ranks if the backend is.
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
@@ -191,7 +190,7 @@ def context_parallel_attention(
     number = 0 if is_compiling else next_number(groups)
     request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
     if is_compiling:
-        # A refusal is raised only on this rank: nothing can be sent while a graph is traced.
+        # A refusal is raised only on this rank, because ranks cannot communicate while a graph is traced.
         call = request.describe()
         pair = choose_backends(call, backend)
     else:
@@ -223,7 +222,7 @@ def context_parallel_attention(
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout) -> Tensor:
-    """Gather a tensor whose positions are shared among ranks, such as the keys of a selector; differentiable.
+    """Gather a tensor whose positions are sharded over ranks, such as the keys of a selector; differentiable.
 
     Every rank calls it at the same time, and has to run its backward pass too. Equivalent to, without its gradient::
 
@@ -231,13 +230,13 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout
         dist.all_gather(parts, x, group=group)
         whole = layout.unshard(parts, dim)
 
-    The gradient of x is the sum over what all ranks send for its rows, in fp32 and in the order of ranks.
+    The gradient of x is the sum of the gradients of all ranks for its rows, in fp32 and in the order of ranks.
 
     Args:
         x: any shape, any dtype that is not complex; `layout.local_length` along `dim`.
         dim: of the positions.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim.
-        layout: who has which positions.
+        layout: the positions of each rank.
 
     Returns:
         The tensor of the whole sequence, `layout.length` along `dim`.
@@ -280,21 +279,21 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout
     return gather_keys(x.movedim(dim, -1), route).movedim(-1, dim)
 
 
-@torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself
+@torch._disable_dynamo  # if a graph breaks around a call, this must not be compiled separately
 def _prepare_together(request: Request, backend: BackendChoice) -> tuple[ParallelCall, Selection]:
     """Prepare the call on every rank, or raise the error of one rank on all of them."""
     try:
         call = request.describe()
         pair = choose_backends(call, backend)
         shared = call.shared(pair)
-    except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
+    except Exception as error:  # any exception, because the other ranks wait for this one
         refuse_together(request.groups, error)
     agree(request.groups, shared)
     return call, pair
 
 
 def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
-    """Return mask, bias and sink as the slices read them: with all keys, in fp32 where their gradient is a sum."""
+    """Return mask, bias and sink for the slices: with all keys, in fp32 if their gradient is a sum."""
     mask, bias, sink, needs = call.mask, call.bias, call.sink, call.problem.needs_grad
     reduces, number = call.request.reduce_bias_grad, call.request.number
     if call.mask_needs_keys:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..biases import ByDistance, ListBias, check_covered, lists_beside, split
+from ..biases import ByDistance, ListBias, check_covered, require_lists, split
+from ..caches import ClockCache
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
@@ -25,10 +26,9 @@ from ..problem import (
     dtype_name,
     unpacked_spec,
 )
-from ..remembered import Remembered
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
-from .documents import Documents, in_words, kept_of, read_documents
+from .documents import Documents, bounds_text, cached_for, read_documents
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout, size_and_rank
 from .layout import SequenceLayout
@@ -37,24 +37,25 @@ from .slices import HeadGroup, ShardedMask, Slice, plan, slice_problem
 Strategy = Literal["auto", "gather", "ulysses"]
 
 
-# The numbers of a call that have to be the same on every rank.
+# The arguments of a call that have to be the same on every rank.
 _SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse")
 
 
 class ParallelCall(NamedTuple):
-    """One call as its rank has it, checked.
+    """The checked call of one rank.
 
     Attributes:
-        problem: the rank's rows over all keys, as one ordinary call; the strides of k and v have no meaning.
+        problem: the rank's rows over all keys, as one ordinary call; the strides of k and v are meaningless.
         request: the arguments, with q, k and v in the dtype of autocast.
         members, layout, layout_k: of the group that gathers keys or, for "ulysses" over one group, trades heads.
         mask: None, 4-D bool, or a `ShardedMask`.
         bias: None, (b, h, i, j), or the values of a bias by distance, (b, h, 1 or Lq / W, n), or for entries of lists.
         sink: None or (Hq,). Over a mesh of two dims all three have this rank's heads.
-        why: the reason for the strategy, in words.
-        head_groups: in how many groups of key-value heads "gather" goes, one after the other.
-        sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
-        trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
+        why: the reason for the strategy, as text.
+        head_groups: the number of groups of key-value heads for "gather".
+        sends_parts: whether ranks of "gather" send only the keys that each rank needs; else every rank gets all keys.
+        trade: how heads are traded for positions, with "ulysses" and over the inner dim of a mesh of two dims; else
+            None.
         documents: of packed sequences; () without.
     """
 
@@ -83,12 +84,12 @@ class ParallelCall(NamedTuple):
 
     @property
     def shares_bias(self) -> bool:
-        """Whether queries share one row of the bias, or of values of distances; lists always have rows."""
-        return self.bias is not None and self.bias.shape[2] == 1 and self.problem.chosen is None
+        """Whether one row of the bias, or of values of distances, is for all queries; a bias of lists has rows."""
+        return self.bias is not None and self.bias.shape[2] == 1 and self.problem.list_bias is None
 
     @property
     def route(self) -> Route:
-        """Between which ranks keys travel, and which."""
+        """Which keys are sent between which ranks."""
         over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat, self.documents)
         return Route(*over, *self.problem.window, self.sends_parts, self.request.number)
 
@@ -124,11 +125,11 @@ class ParallelCall(NamedTuple):
             for part in self.slices_of(rank)
         )
         ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
-        heads = HeadGroup(0, self.head_groups)  # the other groups are like it
+        heads = HeadGroup(0, self.head_groups)  # the other groups have equal problems
         return [slice_problem(p, part, heads, held) for part, held in ordered]
 
     def shared(self, pair: Selection) -> Shared:
-        """Return in words all that has to be the same on every rank."""
+        """Return names and values, as text, of everything that has to be the same on every rank."""
         p, mask, bias, added = self.problem, self.mask, self.bias, self.request.added
         needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
         values = {
@@ -138,14 +139,14 @@ class ParallelCall(NamedTuple):
             "v": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim_v),
             "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
             "lists": (p.flags.block_q, p.flags.block_k, p.flags.list_size) if p.mask_form == "lists" else None,
-            "values of lists": p.flags.chosen,
+            "values of lists": p.flags.is_list_bias,
             "bias.bias": None if added is None else f"{dtype_name(added.dtype)} {tuple(added.shape)}",
             "gradient of bias.bias": added is not None and added.requires_grad and torch.is_grad_enabled(),
             "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
             "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
             **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
-            "documents": in_words(self.documents),
+            "documents": bounds_text(self.documents),
             "keys sent": "those that are read" if self.sends_parts else "all",
             **{name: getattr(p, name) for name in _SAME},
             "requires_grad": ", ".join(needed) or "nothing",
@@ -157,10 +158,10 @@ class ParallelCall(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of a call as one rank has them, not checked yet; `groups` has one, or the inner and the outer one.
+    """The unchecked arguments of a call on one rank; `groups` has one, or the inner and the outer one.
 
-    `number` counts the calls over the groups; it is 0 in a compiled graph. Once a bias is checked that is no tensor,
-    `bias` is its values, and `by_distance` or `is_list_bias` tells their kind; `added` is the `bias` of a `ListBias`.
+    `number` counts the calls over the groups; it is 0 in a compiled graph. After the check of a bias that is no tensor,
+    `bias` is its values, and `by_distance` or `is_list_bias` tells its kind; `added` is the `bias` of a `ListBias`.
     """
 
     q: Tensor
@@ -185,12 +186,12 @@ class Request(NamedTuple):
 
     @property
     def sums_added(self) -> bool:
-        """Whether ranks sum the gradient of the bias that is added to values of lists."""
+        """Whether the gradient of the bias that is added to values of lists is summed over ranks."""
         added = self.added
         return added is not None and added.requires_grad and self.reduce_bias_grad and added.shape[-2:-1] == (1,)
 
     def describe(self) -> ParallelCall:
-        """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed."""
+        """Check the arguments, and make the call of the group that gathers keys, without sending or computing."""
         check_layout(self.layout, size_and_rank(self.groups)[0])
         q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_tokens()))
         if self.raw_flags.dropout_p != 0:
@@ -220,32 +221,32 @@ class Request(NamedTuple):
         return call
 
     def _rows_of_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of packed sequences with a batch of 1; refuse what cannot go beside these."""
+        """Return q, k and v of packed sequences with a batch of 1; refuse arguments that these do not support."""
         mask, bias = self.mask, self.bias
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 has = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-                raise ValueError(f"{name} has {has}; beside sequences it needs (tokens of this rank, heads, head_dim)")
+                raise ValueError(f"{name} has {has}; with sequences it needs (tokens of this rank, heads, head_dim)")
         if isinstance(bias, ListBias):
             raise ValueError(
-                "bias is a ListBias beside sequences; its lists are a mask, and sequences over ranks go with no other: "
+                "bias is a ListBias with sequences; its lists are a mask, and sequences over ranks go with no other: "
                 "pass lists that name keys of the document of each query, without sequences"
             )
         if mask is not None:
-            raise ValueError(f"mask is a {type(mask).__name__} beside sequences, which are a mask; it needs to be None")
+            raise ValueError(f"mask is a {type(mask).__name__} with sequences, which are a mask; it needs to be None")
         if self.layout_k not in (None, self.layout):
-            raise ValueError("layout_k is not layout; beside sequences keys need to be where the queries are")
+            raise ValueError("layout_k is not layout; with sequences keys need to be where the queries are")
         is_by_position = isinstance(bias, Tensor) and (bias.dim() != 3 or (bias.shape[1] > 1 and bias.shape[2] > 1))
         if is_by_position:
             raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; beside sequences over ranks it needs (heads, 1, keys) or "
+                f"bias has shape {tuple(bias.shape)}; with sequences over ranks it needs (heads, 1, keys) or "
                 "(heads, tokens of this rank, 1), or to be a bias by distance"
             )
         q, k, v = (x.unsqueeze(0) for x in self[:3])
         return q, k, v
 
     def _list_values(self, added: Tensor | None) -> Tensor:
-        """Return the values of a `ListBias`, with what its ordinary bias adds; refuse a mask without lists."""
+        """Return the values of a `ListBias` plus its ordinary bias; refuse a mask without lists."""
         mask, bias = self.mask, self.bias
         if not isinstance(mask, ShardedMask):
             has = "None" if mask is None else f"a {type(mask).__name__}"
@@ -264,7 +265,7 @@ class Request(NamedTuple):
         return ListBias(*bias).with_bias(mask.lists)
 
     def _over_mesh(self) -> ParallelCall:
-        """Make the call over the outer group: q, k and v without memory, and this rank's heads of the rest."""
+        """Make the call over the outer group: q, k and v without memory, and this rank's heads of other tensors."""
         if self.strategy != "auto":
             raise ValueError(
                 f"strategy is {self.strategy!r}; over a mesh of two dims it needs to be 'auto', which is both"
@@ -322,7 +323,7 @@ class Request(NamedTuple):
         if isinstance(mask, ShardedMask) and mask.form == "lists":
             every_mask = _one_of_lists(mask)
         elif isinstance(mask, ShardedMask):
-            # Where all rows are of one document each, there is no tensor on any device.
+            # If each row has keys of one document only, the mask has no tensor on any device.
             device = q.device if all(one is None for one in mask.masks) else mask.device
             no_mask = torch.empty(0, dtype=torch.bool, device=device)
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
@@ -332,15 +333,16 @@ class Request(NamedTuple):
                 "flash_dmattn.distributed, by from_mask or from_lists, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
-        # The distances that need a value depend on all rows, and are checked below.
+        # The distances that need a value depend on all rows, which are checked below.
         numbers = None if by_distance is None else by_distance._replace(outside="zero")
-        own = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
-        problem, _, _ = describe(own._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
+        call = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
+        problem, _, _ = describe(call._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
         if by_distance is not None and bias is not None:
             lengths, outside = (layout.length, layout_k.length), by_distance.outside
             longest = max(stop - start for start, stop in zip(documents[::2], documents[1::2])) if documents else 0
             if outside == "error" and documents and longest < layout.length:
-                # A slice of several documents has hidden pairs farther apart, which must not read past the values.
+                # A slice of several documents has hidden pairs farther apart, which must not index outside of the
+                # values.
                 lengths, outside = (longest, longest), "clamp"
             if by_distance.outside == "error":
                 check_covered(bias.shape[-1], by_distance.zero, *lengths, problem.window)
@@ -357,7 +359,7 @@ class Request(NamedTuple):
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
         if self.sequences is not None:
             where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
-            mask = _mask_of(self.sequences, documents, q.device, *where, problem)
+            mask = _document_mask(self.sequences, documents, q.device, *where, problem)
         problem = _as_read(problem, mask, bias, layout_k)
         return ParallelCall(
             problem,
@@ -387,21 +389,21 @@ class Request(NamedTuple):
                 )
             layout_k = layout
         check_layout(layout_k, size, "layout_k")
-        for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
-            if x.shape[1] != own.local_length:
+        for name, x, sharding in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+            if x.shape[1] != sharding.local_length:
                 raise ValueError(
-                    f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {size} ranks has of "
-                    f"{own.length}: layout.shard({name}, 1, rank) takes them"
+                    f"{name} has {x.shape[1]} rows; it needs the {sharding.local_length} that each of {size} ranks has "
+                    f"of {sharding.length}: layout.shard({name}, 1, rank) takes them"
                 )
         return layout_k
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:
-    """Return a placeholder for a tensor of 4 dims: a shape, with memory for one value."""
+    """Return a placeholder for a tensor of 4 dims, with memory for one value."""
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
-def _mask_of(
+def _document_mask(
     sequences: Sequences,
     documents: Documents,
     device: torch.device,
@@ -409,15 +411,15 @@ def _mask_of(
     rank: int,
     problem: AttentionProblem,
 ) -> ShardedMask:
-    """Make the mask of documents, the bounds of the sequences, on the device of q: once for all layers."""
-    own = (device, layout, rank, problem.is_causal, problem.window_size)
-    return kept_of(sequences, own, lambda: ShardedMask._of_documents(documents, *own))
+    """Make the mask of documents from the bounds of the sequences, on the device of q, once for all layers."""
+    arguments = (device, layout, rank, problem.is_causal, problem.window_size)
+    return cached_for(sequences, arguments, lambda: ShardedMask._of_documents(documents, *arguments))
 
 
 def _one_of_lists(mask: ShardedMask) -> PreparedMask:
-    """Return a placeholder for the lists of all rows of a rank: sizes and the band of the call, without memory."""
-    own = [lists_beside(one) for one in mask.masks]
-    number, first = sum(x.keys.shape[2] for x in own), own[0]
+    """Return a placeholder for the lists of all rows of a rank: their sizes and the band of the call."""
+    lists = [require_lists(part) for part in mask.masks]
+    number, first = sum(x.keys.shape[2] for x in lists), lists[0]
     keys = _without_memory(first.keys, *first.keys.shape[:2], number, first.keys.shape[3])
     rows, every_key = mask.layout.local_length, mask.layout_k.length
     band: dict[str, Any] = {"is_causal": mask.is_causal, "window_size": mask.window_size}
@@ -433,7 +435,7 @@ def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
 
 
 def _with_all_keys(x: Any, layout_k: SequenceLayout) -> Any:
-    """Return a mask or a bias with all keys: in the place of one that is sharded by keys a tensor without memory."""
+    """Return a mask or a bias with all keys; one that is sharded by keys becomes a tensor without memory."""
     if is_sharded_by_keys(x, layout_k):
         return _without_memory(x, *as_scores(x).shape[:3], layout_k.length)
     return x
@@ -442,7 +444,7 @@ def _with_all_keys(x: Any, layout_k: SequenceLayout) -> Any:
 def _check_sharded(
     mask: ShardedMask, raw_flags: RawFlags, members: Members, layout: SequenceLayout, layout_k: SequenceLayout
 ) -> RawFlags:
-    """Return the numbers with the band of the mask, once it is known to be made for this rank and call."""
+    """Return the flags with the band of the mask, after checking that the mask was made for this rank and call."""
     if (mask.layout, mask.layout_k) != (layout, layout_k):
         raise ValueError(f"mask was prepared for other layouts, {mask}; it needs those of the call")
     if mask.rank != members.rank:
@@ -459,7 +461,7 @@ def _check_sharded(
 def _as_read(
     problem: AttentionProblem, mask: Tensor | ShardedMask | None, bias: Tensor | None, layout_k: SequenceLayout
 ) -> AttentionProblem:
-    """Describe mask and bias as slices read them: prepared, gathered, or in the dtype of the sum of its gradients."""
+    """Describe mask and bias of the slices: prepared, gathered, or in the dtype of the sum of its gradients."""
     if isinstance(mask, ShardedMask):
         form = mask.form
         rows = 1 if form == "keys" else problem.seqlen_q
@@ -467,7 +469,7 @@ def _as_read(
         problem = problem._replace(mask=prepared, mask_form=form)
     elif is_sharded_by_keys(mask, layout_k) and problem.mask is not None:
         problem = problem._replace(mask=unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool))
-    if bias is None or bias.shape[2] > 1 or problem.chosen is not None:
+    if bias is None or bias.shape[2] > 1 or problem.list_bias is not None:
         return problem
     dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
     if problem.relative is not None:
@@ -483,7 +485,7 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
     if problem.num_heads_k % integer("head_groups", number, 1):
         raise ValueError(f"head_groups is {number}; it needs to divide the {problem.num_heads_k} key-value heads")
-    has_rows = bias is not None and (bias.shape[2] > 1 or problem.chosen is not None)
+    has_rows = bias is not None and (bias.shape[2] > 1 or problem.list_bias is not None)
     if number > 1 and bias is not None and bias.shape[1] == 1 and has_rows and problem.needs_grad.bias:
         raise ValueError(
             f"head_groups is {number}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
@@ -492,7 +494,7 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
     return number
 
 
-_pairs: Remembered[Selection] = Remembered(256)
+_pairs: ClockCache[Selection] = ClockCache(256)
 on_change.append(_pairs.clear)
 
 
@@ -512,18 +514,18 @@ def choose_backends(call: ParallelCall, backend: BackendChoice) -> Selection:
 
 
 def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
-    """Make the choice itself: no warning, no record."""
+    """Make the choice, without a warning or a record."""
     if call.strategy == "ulysses":
         return choose(call.problems()[0], requested)
-    if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
+    if torch.compiler.is_compiling():  # sizes may be symbols there, which cannot be in a key
         return _choose_pair(call.problems(), requested)
     shape = (call.problem, call.layout, call.documents, call.head_groups, call.sends_parts)
     key = (*shape, requested, disabled(), BACKENDS.version)
-    return _pairs.find(key, lambda: _choose_pair(call.problems(), requested))
+    return _pairs.get_or_make(key, lambda: _choose_pair(call.problems(), requested))
 
 
 def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
-    for name in (requested,) if isinstance(requested, str) else requested:  # "auto" names none
+    for name in (requested,) if isinstance(requested, str) else requested:  # "auto" has no name to check
         if name in BACKENDS and BACKENDS[name].is_differentiable:
             pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
             raise ValueError(
@@ -531,14 +533,14 @@ def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> 
                 f"forward/backward pair: one of {pairs}"
             )
     selections = [select_pair(problem, requested) for problem in problems]
-    # Sizes of slices differ, and so may what suits them; but all of them share one pair.
+    # The best pair may differ between slices, but all of them use the same one.
     forward = _first_for_all([pair.forward.name for pair in selections], problems, "forward")
     backward = [pair.backward.name for pair in selections if pair.backward is not None]
     return Selection(forward, _first_for_all(backward, problems, "backward") if backward else None)
 
 
 def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
-    """Return the first backend that accepts one pass of all slices, out of the favourites of slices, or else of all."""
+    """Return the first backend that accepts one pass of all slices: first of the choices for slices, then of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
     names = list(BACKENDS.table)  # Dynamo of torch 2.11 does not unpack the registry itself
@@ -554,9 +556,9 @@ def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direc
 def choose_strategy(
     requested: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
 ) -> tuple[str, str]:
-    """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
+    """Return "gather" or "ulysses" for a group of `size` ranks, and the reason, which calls the size W.
 
-    `has_rows` is whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
+    `has_rows` is whether each rank has rows of a mask or bias, `share` the fraction of all keys that gather would send.
     """
     if requested not in ("auto", "gather", "ulysses"):
         raise ValueError(f"strategy is {requested!r}; it needs to be one of 'auto', 'gather', 'ulysses'")
@@ -573,7 +575,7 @@ def choose_strategy(
         return "gather", "a mask or bias has rows of this rank, which stay where they are"
     if not _heads_divide(num_heads, num_heads_k, size):
         return "gather", "the ranks do not divide the heads, as ulysses needs"
-    # Gather moves 1.5 W / (G + 1) times the bytes of Ulysses, or a share of that.
+    # Gather sends 1.5 W / (G + 1) times the bytes of Ulysses, or a fraction of that.
     even = (num_heads // num_heads_k + 1) / 1.5
     if size * share > even:
         return "ulysses", "it sends less than gather: W > (Hq / Hk + 1) / 1.5"

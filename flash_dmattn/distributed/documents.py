@@ -1,4 +1,4 @@
-"""Packed documents over ranks: their bounds as host ints, and which rows of a rank may see a key."""
+"""Packed documents over ranks: their bounds as host ints, and the rows of a rank that attend to a key."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..definition import listed
-from ..remembered import Kept
+from ..caches import TensorCache
+from ..definition import assume_constant, listed
 from ..sequences import Sequences
 from .layout import SequenceLayout
 
 T = TypeVar("T")
-# Where each document begins and ends in the sequence that ranks share: (begin, end, begin, end, ...), ascending.
+# The bounds of each document in the whole sequence: (begin, end, begin, end, ...), ascending.
 Documents = tuple[int, ...]
 
-_kept = Kept()
+_cache = TensorCache()
 
 
-def kept_of(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Return what was made of sequences for a key: once for all layers, until they change.
+def cached_for(sequences: Sequences, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    """Return the cached result of `make` for sequences and a key: made once for all layers, until the sequences change.
 
-    Inference mode has values of its own, because a backward pass cannot save its tensors.
+    Inference mode has separate results, because a backward pass cannot save its tensors.
     """
     tensors = _tensors(sequences)
-    own = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
-    made: T = _kept.get(own, tensors, make)
+    full_key = (*map(id, tensors), *key, torch.is_inference_mode_enabled())
+    made: T = _cache.get(full_key, tensors, make)
     return made
 
 
@@ -43,7 +43,7 @@ def _tensors(sequences: Sequences) -> list[Tensor]:
 
 
 def read_documents(sequences: Sequences, length: int) -> Documents:
-    """Return the bounds of packed sequences, read from the device once for as long as they stay the same.
+    """Return the bounds of packed sequences, copied from the device once until they change.
 
     Raises:
         TypeError, ValueError: they are of another kind, do not end at `length`, or have other keys than queries.
@@ -75,43 +75,45 @@ def read_documents(sequences: Sequences, length: int) -> Documents:
             )
         lengths = [stop - start for start, stop in pairwise(bounds)] if used is None else used
         ends = [end for start, number in zip(bounds, lengths) for end in (start, start + number) if number]
-        return tuple(ends) or (0, 0)  # of no position: () would be no documents
+        return tuple(ends) or (0, 0)  # an empty document, because () means no documents
 
-    return kept_of(sequences, (length,), make)
+    return cached_for(sequences, (length,), make)
 
 
-def written(documents: Documents) -> str:
-    """Return bounds as a string. Dynamo makes variables of ints that change, and a graph for each string."""
+def format_bounds(documents: Documents) -> str:
+    """Return bounds as a string, because Dynamo makes ints that change dynamic, but recompiles for a new string."""
     return " ".join(map(str, documents))
 
 
-def parsed(bounds: str) -> Documents:
-    """Return the bounds that a string has.
+@assume_constant  # Dynamo traces no such strings
+def parse_bounds(bounds: str) -> Documents:
+    """Parse the bounds from a string of `format_bounds`.
 
-    >>> parsed(written((0, 4, 4, 10))), parsed(written(()))
+    >>> parse_bounds(format_bounds((0, 4, 4, 10))), parse_bounds(format_bounds(()))
     ((0, 4, 4, 10), ())
     """
-    return _parsed(bounds)
+    return _parse_bounds(bounds)
 
 
 @lru_cache(maxsize=256)
-def _parsed(bounds: str) -> Documents:
+def _parse_bounds(bounds: str) -> Documents:
     return tuple(map(int, bounds.split()))
 
 
-def in_words(documents: Documents) -> str:
-    """Return their bounds for comparisons and messages; a hash of many bounds, which takes less time to send."""
+def bounds_text(documents: Documents) -> str:
+    """Return bounds as text for comparisons and messages; long lists are hashed, because sending them takes time."""
     if len(documents) <= 16:
         return str(documents)
     return f"{documents[:8]} ..., {len(documents) // 2} in all, hash {hash(documents)}"
 
 
-def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
-    """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether all are rows of one.
+@assume_constant  # Dynamo traces no bisection; the bounds are numbers for it
+def document_limits(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
+    """Return (start, stop, is_one) for rows [a, b): the keys of their documents, and whether it is one document.
 
-    `stop` is at least b, so that no side of a window in a slice is negative.
+    `stop` is at least b, so that the sides of a window in a slice are never negative.
 
-    >>> limits_of((0, 4, 4, 10), 5, 7), limits_of((0, 4, 4, 10), 2, 7), limits_of((0, 4), 5, 7)
+    >>> document_limits((0, 4, 4, 10), 5, 7), document_limits((0, 4, 4, 10), 2, 7), document_limits((0, 4), 5, 7)
     ((4, 10, True), (0, 10, False), (7, 7, False))
     """
     begins, ends = documents[::2], documents[1::2]
@@ -121,15 +123,10 @@ def limits_of(documents: Documents, a: int, b: int) -> tuple[int, int, bool]:
     return begins[first], max(ends[last], b), first == last and begins[first] <= a and b <= ends[first]
 
 
-# Dynamo traces no bisection and no strings; bounds are numbers for it.
-for _function in (limits_of, parsed):
-    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
-
-
 def rows_outside(
     sequences: Sequences, documents: Documents, layout: SequenceLayout, rank: int, device: torch.device
 ) -> Tensor | None:
-    """Return which rows of a rank are of no document, bool (rows,), made once for all layers; None where all are.
+    """Return which rows of a rank are outside of documents, bool (rows,), made once for all layers, or None.
 
     `documents` are the bounds that were read of the sequences.
     """
@@ -139,18 +136,18 @@ def rows_outside(
         is_outside = layout.shard(begins == ends, 0, rank)
         return (is_outside.to(device) if bool(is_outside.any()) else None,)
 
-    return kept_of(sequences, ("rows outside", layout, rank, device), make)[0]
+    return cached_for(sequences, ("rows outside", layout, rank, device), make)[0]
 
 
 def rows_seeing(documents: Documents, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the first row that sees each key of [start, stop), and the row behind the last one; int64, on the host.
+    """Return the first row that attends to each key of [start, stop), and the row after the last; int64, on the host.
 
     >>> [x.tolist() for x in rows_seeing((0, 2, 3, 5), 1, 5)]
     [[0, 0, 3, 3], [2, 0, 5, 5]]
     """
     on_host: Any = {"dtype": torch.int64, "device": "cpu"}
     bounds, keys = torch.tensor(documents, **on_host).view(-1, 2), torch.arange(start, stop, **on_host)
-    own = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
-    begins, ends = bounds[own.clamp(min=0)].unbind(1)
-    is_outside = (own < 0) | (keys >= ends)
+    document = torch.searchsorted(bounds[:, 0].contiguous(), keys, right=True) - 1
+    begins, ends = bounds[document.clamp(min=0)].unbind(1)
+    is_outside = (document < 0) | (keys >= ends)
     return begins.masked_fill(is_outside, 0), ends.masked_fill(is_outside, 0)

@@ -1,8 +1,9 @@
-"""Calls with DTensors: from placements to the call of each rank, and its results to DTensors again.
+"""Calls with DTensors: converts placements to the call of each rank, and results to DTensors.
 
-The batch and the heads of a call may be shared among the ranks of a mesh. No entry and no group of heads reads another,
-so ranks send each other gradients of what they share, and nothing else. A shared sequence is context parallelism. The
-placements of q decide which ones k, v, mask and bias need; none of them is moved. docs/dtensor.md has the table.
+The batch and the heads of a call may be sharded over the ranks of a mesh. Entries and groups of heads are independent,
+so ranks only communicate to sum the gradients of replicated tensors. A sharded sequence is context parallelism. The
+placements of q decide which ones k, v, mask and bias need; none of them is redistributed. docs/dtensor.md has the
+table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .explanation import explain_context_parallel
 from .group import Members, groups_of, refuse_together
 from .layout import SequenceLayout
 
-# The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.
+# For each mesh dim, the dim of a tensor that is sharded over it; None if it is replicated.
 Dims = tuple[int | None, ...]
 
 
@@ -41,10 +42,10 @@ def attention(
     entropy: bool,
     **flags: Any,
 ) -> Any:
-    """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
+    """Run `flash_dmattn.attention` if q is a DTensor: the call of this rank, with results as DTensors.
 
     q determines placements; arguments are as passed to `flash_dmattn.attention`: k, v, mask and bias in order. The
-    largest scores and entropies of rows follow lse, where they are asked for.
+    maximum scores and entropies of rows follow lse, if the call asks for them.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
@@ -52,7 +53,7 @@ def attention(
         over = None if call.rows_on is None else call.over_ranks(return_probs, max_scores, entropy)
     except Exception as error:
         groups = _groups_of_rows(q)
-        if groups:  # whose other ranks compare their calls meanwhile
+        if groups:  # because the other ranks compare their calls
             refuse_together(groups, error)
         raise
     *local, sink = call.local
@@ -79,7 +80,7 @@ def explain(
     entropy: bool,
     **flags: Any,
 ) -> explanation.Explanation:
-    """Explain the call of this rank, by `explain_context_parallel` where ranks share the sequence."""
+    """Explain the call of this rank, by `explain_context_parallel` if the sequence is sharded."""
     call = ShardedCall((*tensors, sink), sequences, dropout_p)
     *local, sink = call.local
     if call.rows_on is None:
@@ -97,15 +98,15 @@ class ShardedCall:
 
     Attributes:
         local: q, k, v, mask, bias and sink of the call of this rank.
-        rows_on: the mesh dim whose ranks share the sequence, None where none do.
+        rows_on: the mesh dim over which the sequence is sharded, or None.
     """
 
     def __init__(self, tensors: tuple[Any, ...], sequences: object, dropout_p: float) -> None:
         if sequences is not None:
-            raise ValueError("sequences is given beside DTensors; it needs local tensors: pass q.to_local() and so on")
+            raise ValueError("sequences is given with DTensors; it needs local tensors: pass q.to_local() and so on")
         if dropout_p:
             raise ValueError(
-                f"dropout_p is {dropout_p} beside DTensors; it needs to be 0.0: ranks would draw the same for other "
+                f"dropout_p is {dropout_p} with DTensors; it needs to be 0.0: ranks would draw the same for other "
                 "entries (call attention with local tensors, each rank with a seed of its own)"
             )
         q, k, v, *_ = tensors
@@ -124,7 +125,7 @@ class ShardedCall:
         self.local = tuple([self._local(name, x) for name, x in named.items()])
 
     def over_ranks(self, return_probs: bool, max_scores: bool, entropy: bool) -> dict[str, Any]:
-        """Return the group that shares the sequence and its layouts, as arguments of `context_parallel_attention`."""
+        """Return the group of the sharded sequence and its layouts, as arguments of `context_parallel_attention`."""
         if return_probs:
             raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
         if max_scores or entropy:
@@ -157,15 +158,15 @@ class ShardedCall:
         if x is None and name not in ("k", "v"):
             return
         if name == "mask" and not isinstance(x, Tensor):
-            shape = getattr(x, "shape", None)  # a ShardedMask, which is of one rank, has none
+            shape = getattr(x, "shape", None)  # a ShardedMask, which belongs to one rank, has none
             if shape is not None and math.prod(shape[:-2]) != 1:
                 raise ValueError(
-                    f"mask was prepared with batch and heads {tuple(shape[:-2])}; beside DTensors it needs (1, 1), the "
+                    f"mask was prepared with batch and heads {tuple(shape[:-2])}; with DTensors it needs (1, 1), the "
                     "same on every rank, or to be a bool DTensor"
                 )
             return
         if name == "bias":
-            require_dense_bias(x, "beside DTensors")
+            require_dense_bias(x, "with DTensors")
         if not is_dtensor(x):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
@@ -175,11 +176,11 @@ class ShardedCall:
             raise ValueError(f"{name} is on {x.device_mesh}; it needs to be on the mesh of q, {self._mesh}")
 
     def _q_dim(self, q: Any, mesh_dim: int) -> int | None:
-        """Return the dim of q that the ranks of a mesh dim share, None where each has all of q."""
+        """Return the dim of q that is sharded over a mesh dim, None if q is replicated."""
         placement, dims = q.placements[mesh_dim], q.dim()
         if type(placement) is Replicate:
             return None
-        for dim in range(dims - 1):  # compared one by one, so that a graph of torch.compile is of one of them
+        for dim in range(dims - 1):  # a loop, so that a graph is specialised on one of them
             if placement == Shard(dim):
                 return dim
         batch = " or ".join([f"Shard({dim})" for dim in range(dims - 3)])
@@ -189,7 +190,7 @@ class ShardedCall:
         )
 
     def _check_heads(self, q: DTensor, k: DTensor) -> None:
-        """Refuse heads that ranks cannot share by groups: a key-value head and the query heads that read it."""
+        """Refuse heads that cannot be sharded by groups: a key-value head and its query heads."""
         sizes = [self._mesh.size(dim) for dim, place in enumerate(self._q_dims) if place == q.dim() - 2]
         if k.shape[-2] % math.prod(sizes) != 0:
             raise ValueError(
@@ -199,7 +200,7 @@ class ShardedCall:
             )
 
     def _check_rows(self, q: Any, mesh_dims: int) -> None:
-        """Refuse lengths that leave a rank a single position, because a mask with one row is read for all queries."""
+        """Refuse lengths that leave a rank a single position, because a mask with one row applies to all queries."""
         if mesh_dims > 1:
             raise ValueError(
                 f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "
@@ -219,7 +220,7 @@ class ShardedCall:
         return dim - 1 if dim == heads else dim + 1 if dim == heads - 1 else dim
 
     def _dim_of(self, name: str, x: Any, mesh_dim: int) -> int | None:
-        """Return the dim of a tensor that ranks share where they share one of q; None where they need all of it."""
+        """Return the dim of a tensor that is sharded like a dim of q; None if it is replicated."""
         q_dim = self._q_dims[mesh_dim]
         if q_dim is None:
             return None
@@ -230,7 +231,7 @@ class ShardedCall:
         dim = self._score_dim(q_dim) - (len(self._shape) - x.dim())  # dims count from the right
         if dim >= 0 and x.shape[dim] > 1:
             return dim
-        # One row for all queries may be shared as the keys are.
+        # One row for all queries may be sharded as the keys.
         keys = x.dim() - 1
         is_shared = mesh_dim == self.rows_on and x.shape[keys] > 1 and x.placements[mesh_dim] == Shard(keys)
         return keys if is_shared else None
@@ -242,10 +243,10 @@ class ShardedCall:
         dims = tuple([self._dim_of(name, x, mesh_dim) for mesh_dim in range(self._mesh.ndim)])
         needed = _placements(dims)
         for mesh_dim, (has, needs) in enumerate(zip(x.placements, needed, strict=True)):
-            # Ranks split a dim in the order of mesh dims: what a later one has split already, none can split before it.
+            # A dim is split in the order of mesh dims, so it cannot be split again by an earlier one.
             if has != needs and (type(has) is not Replicate or needs in x.placements[mesh_dim + 1 :]):
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
+                    f"{name} has shape {tuple(x.shape)} and placements {x.placements}; with q with "
                     f"{_placements(self._q_dims)} it needs {needed}, or Replicate() where a rank takes its part "
                     f"itself: {name}.redistribute(placements=...) communicates"
                 )
@@ -262,9 +263,9 @@ class ShardedCall:
 
 
 class _Local(torch.autograd.Function):
-    """`_take`, whose backward sums what ranks share, and gives the gradient the placements of its tensor.
+    """`_take`, whose backward pass sums the gradients of replicated tensors, with the placements of the tensor.
 
-    `DTensor.to_local(grad_placements=)` leaves the gradient of a leaf Partial, with which an optimizer steps wrongly.
+    `DTensor.to_local(grad_placements=)` leaves the gradient of a leaf Partial, which is wrong for an optimizer.
     """
 
     @staticmethod
@@ -285,19 +286,19 @@ class _Local(torch.autograd.Function):
 
 
 def _groups_of_rows(q: Any) -> tuple[Members, ...]:
-    """Return the group that shares the sequence of q, if one does."""
+    """Return the group over which the sequence of q is sharded, or None."""
     on = [mesh_dim for mesh_dim, placement in enumerate(q.placements) if placement == Shard(q.dim() - 3)]
     return groups_of(q.device_mesh.get_group(on[0])) if len(on) == 1 else ()
 
 
 def _take(x: DTensor, dims: Dims) -> Tensor:
-    """Return a view of the local tensor of a DTensor, sliced along a mesh dim where every rank has all of it."""
+    """Return a view of the local tensor of a DTensor, sliced along a mesh dim if it is replicated there."""
     local: Tensor = x.to_local()
     local = local.view_as(local)
     mesh: DeviceMesh = x.device_mesh
     for mesh_dim, dim in enumerate(dims):
         if dim is not None and type(x.placements[mesh_dim]) is Replicate:
-            # As torch.chunk has it: ranks at the end may have fewer, or none.
+            # As in torch.chunk: the last ranks may have fewer rows, or none.
             size, parts = local.shape[dim], mesh.size(mesh_dim)
             each = -(-size // parts)
             start = min(mesh.get_local_rank(mesh_dim) * each, size)
@@ -306,12 +307,12 @@ def _take(x: DTensor, dims: Dims) -> Tensor:
 
 
 def _placements(dims: Sequence[int | None]) -> tuple[Placement, ...]:
-    """Return Shard where a mesh dim has a tensor dim, Replicate where it has none."""
+    """Return Shard for a mesh dim that has a tensor dim, else Replicate."""
     return tuple([Replicate() if dim is None else Shard(dim) for dim in dims])
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sink: Tensor | None) -> None:
-    """Refuse what `attention` refuses of the whole tensors: on every rank alike, before any of them communicates."""
+    """Refuse wrong tensors as `attention` does for the whole tensors: on every rank, before they communicate."""
     q, k, v = _on_meta(q), _on_meta(k), _on_meta(v)
     mask = _on_meta(mask) if is_dtensor(mask) else None
     bias, sink = (None if x is None else _on_meta(x) for x in (bias, sink))

@@ -1,8 +1,8 @@
-"""Which keys each rank reads, and the collectives that move tensors between ranks and send their gradients back.
+"""The keys that each rank needs, and the collectives that send tensors between ranks, and gradients back.
 
-Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
-run, whatever the network does. Three operators move other tensors than the keys: they move a mask or a bias that is
-sharded by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
+The collectives only copy. Sums are computed here, in the order of ranks, so that they are bitwise reproducible. Three
+operators send other tensors than keys: a mask or a bias that is sharded by keys, the gradient of a replicated tensor,
+and heads that are traded for positions.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..definition import define
-from .documents import Documents, in_words
+from .documents import Documents, bounds_text
 from .group import Members, agree_within, process_group
 from .layout import Interval, SequenceLayout, from_flat
 from .slices import HeadGroup, Slice, plan
 
-# Ranks send each other parts of the keys if these are at most this share of what an all_gather would move. An
-# all_gather of as many bytes is faster, and half is a clear margin.
+# Ranks send only the keys that other ranks need if these have at most this fraction of the bytes of an all_gather. With
+# equal bytes an all_gather is faster, and half is a clear margin.
 CLEAR_SHARE = 0.5
 
-# Positions in runs [start, stop), ascending, none touching the next.
+# Positions as runs [start, stop), ascending, with gaps between them.
 Runs = tuple[Interval, ...]
 
 # torch renamed it after 2.12, and warns of the old name.
@@ -33,20 +33,20 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 
 class Moves(NamedTuple):
-    """Positions that one rank sends and receives, counted in the whole sequence of keys.
+    """Positions that one rank sends and receives, in the whole sequence of keys.
 
     Attributes:
-        own: the positions of its tensor before.
-        held: the positions of its tensor afterwards, in this order.
-        sends: for each rank the positions that it reads of this one; for this rank those it reads of itself, which
-            nobody sends.
-        receives: for each rank the positions that this one reads of it, of itself too.
+        local: the positions of its local tensor.
+        held: the positions of the received tensor, in this order.
+        sends: for each rank the positions that it needs from this one; for this rank the ones that it has itself, which
+            are not sent.
+        receives: for each rank the positions that this one needs from it, itself included.
         pieces: `held` in order, as (rank that has them, start, stop); rank -1 for positions that this one does not
-            read.
+            need.
     """
 
     rank: int
-    own: Runs
+    local: Runs
     held: Runs
     sends: tuple[Runs, ...]
     receives: tuple[Runs, ...]
@@ -54,7 +54,7 @@ class Moves(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Number of positions that it sends to other ranks, each as often as it is sent."""
+        """Number of positions that it sends to other ranks, counted for each of them."""
         return sum(length_of(runs) for rank, runs in enumerate(self.sends) if rank != self.rank)
 
     @property
@@ -68,7 +68,7 @@ def length_of(runs: Runs) -> int:
 
 
 def place_in(runs: Runs, position: int) -> int:
-    """Return how many positions of the runs come before one of them."""
+    """Return the number of positions of the runs before one of them."""
     place = 0
     for start, stop in runs:
         if start <= position < stop:
@@ -78,7 +78,7 @@ def place_in(runs: Runs, position: int) -> int:
 
 
 def places_in(held: Runs, parts: tuple[Slice, ...]) -> tuple[slice, ...]:
-    """Return where the keys of each slice are in tensors of the keys that are held."""
+    """Return the index of the keys of each slice in the received tensors."""
     starts = [place_in(held, part.start) if part.seqlen_k else 0 for part in parts]
     return tuple(slice(start, start + part.seqlen_k) for start, part in zip(starts, parts))
 
@@ -86,7 +86,7 @@ def places_in(held: Runs, parts: tuple[Slice, ...]) -> tuple[slice, ...]:
 def runs_read(
     layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
 ) -> Runs:
-    """Return the keys that the slices of a rank read; arguments as for `plan`."""
+    """Return the keys that the slices of a rank need; arguments as for `plan`."""
     runs: list[Interval] = []
     for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window, documents)):
         if start == stop:
@@ -113,7 +113,7 @@ def common(first: Runs, second: Runs) -> Runs:
 
 
 @lru_cache(maxsize=256)
-def moves_of(
+def plan_moves(
     layout: tuple[int, ...],
     layout_k: tuple[int, ...],
     rank: int,
@@ -121,16 +121,16 @@ def moves_of(
     all_held: bool = False,
     documents: Documents = (),
 ) -> Moves:
-    """Return the moves of a rank; with `all_held` its tensor has room for all keys, read or not.
+    """Return the moves of a rank; with `all_held` its received tensor has all keys, needed or not.
 
     Layouts are `SequenceLayout.flat`, and the window has causality folded in.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window, documents) for r in range(rows.world_size)]
-    own, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
-    sends = tuple(common(own, runs) for runs in reads)
+    local, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
+    sends = tuple(common(local, runs) for runs in reads)
     receives = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
-    return Moves(rank, own, held, sends, receives, _pieces(held, receives))
+    return Moves(rank, local, held, sends, receives, _pieces(held, receives))
 
 
 def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -149,8 +149,8 @@ def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int
 def share_moved(
     layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int], documents: Documents = ()
 ) -> float:
-    """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1."""
-    # The last row reads back to the first key, or nothing moves.
+    """Return the most positions that a rank sends or receives if only needed keys are sent; an all_gather is 1."""
+    # The last row needs the first key, or no key is sent.
     if (window[0] < 0 and not documents) or layout.world_size == 1:
         return 1.0
     return _share_moved(layout.flat, layout_k.flat, window, documents)
@@ -164,7 +164,7 @@ def _share_moved(
     ranks = range(rows.world_size)
     reads = [runs_read(rows, rank, keys.length, window, documents) for rank in ranks]
     kept = [length_of(common(keys.runs(rank), reads[rank])) for rank in ranks]
-    # From one place to the next both the owner and the number of readers are the same.
+    # Between two neighbouring edges the owner and the number of ranks that need a key are constant.
     owner_from = {start: rank for rank in ranks for start, _ in keys.runs(rank)}
     change = {place: 0 for place in (*owner_from, keys.length)}
     for start, stop in [run for runs in reads for run in runs]:
@@ -180,7 +180,7 @@ def _share_moved(
 
 
 class Pending(NamedTuple):
-    """A collective on its way; its buffers stay referenced until `wait`, since the network reads and writes them."""
+    """A running collective; it keeps its buffers alive until `wait`, because the network uses them."""
 
     work: Any
     sent: Tensor
@@ -193,7 +193,7 @@ class Pending(NamedTuple):
 
 
 def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: str) -> Pending:
-    """Send this rank's rows, along `dim`, to every rank, and bring the tensors of the whole sequence in global order.
+    """Send this rank's rows, along `dim`, to every rank, and return the tensors of the whole sequence in global order.
 
     The tensors have one dtype, and equal shapes on every rank.
     """
@@ -211,7 +211,7 @@ def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: s
 
 
 def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: int, group: str) -> Pending:
-    """Send gradients of what `gather` brought to the ranks that have the rows, and bring the sums of own rows.
+    """Send gradients of the result of `gather` to the ranks that own the rows, and return the sums for own rows.
 
     The sums over all ranks are in fp32, fp64 for fp64.
     """
@@ -231,15 +231,15 @@ def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: i
 
 
 def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
-    """Send this rank's rows, along `dim`, to the ranks that read them, and bring the positions that it holds.
+    """Send this rank's rows, along `dim`, to the ranks that need them, and return the tensor of `held` positions.
 
-    Positions that it does not read are zero. The tensors have one dtype, and equal shapes on every rank.
+    Positions that it does not need are zero. The tensors have one dtype, and equal shapes on every rank.
     """
 
     def assemble(ranks: list[list[Tensor]]) -> list[Tensor]:
         arrived = [iter(pieces) for pieces in ranks]
         parts: list[list[Tensor]] = [[] for _ in tensors]
-        for rank, start, stop in moves.pieces:  # each rank has sent its pieces in this order
+        for rank, start, stop in moves.pieces:  # each rank sends in this order
             for pieces, x in zip(parts, tensors):
                 pieces.append(x.new_zeros(_resized(x, dim, stop - start)) if rank < 0 else next(arrived[rank]))
         return [
@@ -250,15 +250,15 @@ def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pend
 
 
 def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
-    """Send gradients of what `fetch` brought to the ranks that have it, and bring the sums of own rows as `scatter`."""
+    """Send gradients of the result of `fetch` to the ranks that own the rows, and return sums as `scatter` does."""
 
     def add(ranks: list[list[Tensor]]) -> list[Tensor]:
-        rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)
+        rows, dtype = length_of(moves.local), sum_dtype(tensors[0].dtype)
         total = [x.new_zeros(_resized(x, dim, rows), dtype=dtype) for x in tensors]
         for runs, arrived in zip(moves.sends, ranks):
             pieces = iter(arrived)
             for start, stop in runs:
-                place = place_in(moves.own, start)
+                place = place_in(moves.local, start)
                 for x in total:
                     x.narrow(dim, place, stop - start).add_(next(pieces))
         return total
@@ -269,11 +269,11 @@ def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> 
 def _exchange(
     tensors: Sequence[Tensor], dim: int, moves: Moves, back: bool, group: str, finish: Callable[..., list[Tensor]]
 ) -> Pending:
-    """Send runs of the tensors along `dim` to each rank, and receive runs of each; `back` goes the other way.
+    """Send runs of the tensors along `dim` to each rank, and receive runs of each; `back` is the reverse.
 
-    `finish` gets a list of the pieces of each rank, in the order of runs and then of tensors. Own pieces never travel.
+    `finish` gets a list of the runs of each rank, in the order of runs and then of tensors. Own runs are not sent.
     """
-    present, sends, receives, rank = moves.own, moves.sends, moves.receives, moves.rank
+    present, sends, receives, rank = moves.local, moves.sends, moves.receives, moves.rank
     if back:
         present, sends, receives = moves.held, receives, sends
     outgoing = [
@@ -281,7 +281,7 @@ def _exchange(
         for runs in sends
     ]
     shapes = [[_resized(x, dim, stop - start) for start, stop in runs for x in tensors] for runs in receives]
-    own, outgoing[rank], shapes[rank] = outgoing[rank], [], []
+    not_sent, outgoing[rank], shapes[rank] = outgoing[rank], [], []
     like = tensors[0]
     sizes_sent = [like.itemsize * sum(x.numel() for x in pieces) for pieces in outgoing]
     sizes_received = [like.itemsize * sum(shape.numel() for shape in each) for each in shapes]
@@ -299,7 +299,7 @@ def _exchange(
     def unpack(received: Tensor) -> list[Tensor]:
         pieces = iter(received.split([shape.numel() for each in shapes for shape in each]))
         ranks = [[next(pieces).view(shape) for shape in each] for each in shapes]
-        ranks[rank] = own
+        ranks[rank] = not_sent
         return finish(ranks)
 
     return Pending(work, sent, received, unpack)
@@ -312,11 +312,11 @@ ROUTE = (
 
 
 class Route(NamedTuple):
-    """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
+    """Which keys are sent between which ranks: arguments of operators, in the order of `ROUTE`.
 
     Layouts are `SequenceLayout.flat`. The window of the whole call has causality folded in. `documents` are the bounds
-    of packed sequences. `sends_parts` is whether ranks send each other the keys that are read; else every rank gets all
-    of them. `number` counts the calls, so that ranks know each other's backward passes; it is 0 in a compiled graph.
+    of packed sequences. `sends_parts` is whether ranks send only keys that are needed; else every rank gets all keys.
+    `number` counts the calls, to identify backward passes; it is 0 in a compiled graph.
     """
 
     group: str
@@ -331,7 +331,7 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, group: str, rank: int, *rest: Any) -> Route:
-        """Make it of the arguments of an operator, which has lists for tuples."""
+        """Make it from the arguments of an operator, which are lists instead of tuples."""
         numbers: list[Any] = [*map(tuple, rest[:3]), *rest[3:]]
         return cls(group, rank, *numbers)
 
@@ -341,37 +341,37 @@ class Route(NamedTuple):
 
     @property
     def held(self) -> Runs:
-        """The keys that this rank holds once they have arrived."""
+        """The keys that this rank has after the exchange."""
         return self.moves().held if self.sends_parts else ((0, self.layout_k[0]),)
 
     def moves(self, all_held: bool = False) -> Moves:
-        """Return which keys ranks send each other, where they send parts."""
+        """Return the keys that ranks send each other if they send only needed ones."""
         window = (self.left, self.right)
-        return moves_of(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
+        return plan_moves(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
 
     def compare(self, direction: str, **values: object) -> None:
         """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""
-        own = {**self._asdict(), "documents": in_words(self.documents)}
-        del own["rank"]
-        agree_within(self.group, direction, self.number, {**values, **own})
+        route = {**self._asdict(), "documents": bounds_text(self.documents)}
+        del route["rank"]
+        agree_within(self.group, direction, self.number, {**values, **route})
 
     def bring(self, tensors: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
-        """Send the rows of this rank along `dim`, and bring what it reads: `held`, or all keys."""
+        """Send the rows of this rank along `dim`, and return the keys that it needs, `held`, or all keys."""
         if self.sends_parts:
             return fetch(tensors, dim, self.moves(all_held), self.group)
         return gather(tensors, dim, from_flat(self.layout_k), self.group)
 
     def send_back(self, gradients: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
-        """Send gradients of what `bring` has brought, and bring the sums for the rows of this rank."""
+        """Send gradients of the result of `bring`, and return the sums for the rows of this rank."""
         if self.sends_parts:
             return give_back(gradients, dim, self.moves(all_held), self.group)
         return scatter(gradients, dim, from_flat(self.layout_k), self.rank, self.group)
 
 
 def trade(tensors: Sequence[Tensor], group: str) -> list[Tensor]:
-    """Send x[i] of each tensor to rank i, and return what every rank has sent this one, (W, ...).
+    """Send x[i] of each tensor to rank i, and return what this rank receives from each, (W, ...).
 
-    Tensors of one dtype travel together.
+    Tensors of one dtype are sent together.
     """
     received: list[Tensor] = list(tensors)
     for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -410,7 +410,7 @@ def _resized(x: Tensor, dim: int, size: int) -> torch.Size:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # Not every transport knows every dtype.
+    # Not every transport supports every dtype.
     return x.view(-1).view(torch.uint8)
 
 
@@ -461,8 +461,8 @@ def _trade_fake(tensors: Sequence[Tensor], group: str, direction: str, number: i
     for x, layout in zip(tensors, _layouts(*where)):
         batch, _, heads, dim = x.shape
         size = layout.world_size
-        length, own = (layout.length, heads // size) if to_heads else (layout.local_length, heads * size)
-        traded.append(x.new_empty(batch, length, own, dim))
+        length, heads = (layout.length, heads // size) if to_heads else (layout.local_length, heads * size)
+        traded.append(x.new_empty(batch, length, heads, dim))
     return traded
 
 
@@ -479,7 +479,7 @@ _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 class _Exchange(torch.autograd.Function):
     """Run one function on up to three tensors, and another one on the gradients of its results.
 
-    A fixed number of arguments: Dynamo counts them to learn that `forward` has no context.
+    The number of arguments is fixed, because Dynamo counts them to find out that `forward` has no context.
     """
 
     @staticmethod
@@ -491,10 +491,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.back = inputs[1]
-        # A gradient of nothing is one of zeros, because the other ranks wait for what this one sends. But an unused lse
-        # must not cost a dlse of zeros.
+        # A gradient of None becomes zeros, because the other ranks wait for this one. But an unused lse must not cost a
+        # dlse of zeros.
         ctx.set_materialize_grads(not isinstance(output, tuple) or len(output) == 1)
-        if isinstance(output, tuple):  # a tensor without gradient among others stays without one
+        if isinstance(output, tuple):  # a tensor without a gradient stays without one
             needs_grad = ctx.needs_input_grad[2:]
             ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 
@@ -510,7 +510,7 @@ def _exchanged(tensors: Sequence[Tensor], there: Callable[..., Any], back: Calla
 def gather_keys(x: Tensor, route: Route) -> Tensor:
     """Return a mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable.
 
-    Keys that no slice of this rank reads may be zero. The gradient is the sum of what all ranks send for own keys.
+    Keys that no slice of this rank needs may be zero. The gradient is the sum over all ranks for own keys.
     """
     keys: Tensor = _exchanged(
         [x], lambda x: _keys_op(x, False, *route), lambda gradient: (_keys_op(gradient, True, *route),)
@@ -519,7 +519,7 @@ def gather_keys(x: Tensor, route: Route) -> Tensor:
 
 
 def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
-    """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
+    """Return the same values; the gradient is summed over the ranks, bitwise equal on each, in the call `number`."""
     same: Tensor = _exchanged(
         [x], lambda x: x.view_as(x), lambda gradient: (_sum_op(gradient, members.name, members.size, number),)
     )
@@ -529,7 +529,7 @@ def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
 class HeadTrade(NamedTuple):
     """How the ranks of a group trade their positions of all heads for all positions of their heads, and back.
 
-    `num_heads_k` belongs to the whole call; ranks share key-value heads that are fewer than they.
+    `num_heads_k` is of the whole call; several ranks have the same key-value head if there are more ranks than heads.
     """
 
     members: Members
@@ -552,15 +552,15 @@ class HeadTrade(NamedTuple):
         """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
         if lse is None:
             return self._trade([out], "out", to_heads=False)[0], None
-        own, columns = self._trade([out, lse.transpose(1, 2)[..., None]], "out lse", to_heads=False)
-        return own, columns.squeeze(-1).transpose(1, 2)
+        rows, columns = self._trade([out, lse.transpose(1, 2)[..., None]], "out lse", to_heads=False)
+        return rows, columns.squeeze(-1).transpose(1, 2)
 
     def _trade(
         self, tensors: Sequence[Tensor], names: str, *, to_heads: bool, direction: str = "forward"
     ) -> tuple[Tensor, ...]:
         """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
 
-        Each way is the gradient of the other. `names` has the names that the tensors have in the call.
+        Each direction is the gradient of the other. `names` are the names of the tensors in the call.
         """
         group, flats = self.members.name, (list(self.layout.flat), list(self.layout_k.flat))
 
@@ -570,7 +570,7 @@ class HeadTrade(NamedTuple):
         def back(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             needed = {name: x for name, x in zip(names.split(), gradients) if x is not None}
             traded = self._trade([*needed.values()], " ".join(needed), to_heads=not to_heads, direction="backward")
-            own = dict(zip(needed, traded))
-            return tuple([own.get(name) for name in names.split()])
+            by_name = dict(zip(needed, traded))
+            return tuple([by_name.get(name) for name in names.split()])
 
         return cast("tuple[Tensor, ...]", _exchanged(tensors, there, back))

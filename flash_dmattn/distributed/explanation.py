@@ -14,7 +14,7 @@ from ..dispatch.config import fallback
 from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
-from ..explanation import Explanation, Verdict, verdict_of
+from ..explanation import Explanation, Verdict, make_verdict
 from ..problem import AttentionProblem, RawFlags, arguments_like, as_scores, dtype_name
 from .api import context_parallel_attention
 from .call import ParallelCall, Request, find_backends
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """Bytes that some collectives of a pass move: this rank sends `sent` to other ranks, and receives `received`.
+    """Bytes of some collectives of a pass: this rank sends `sent` to other ranks, and receives `received`.
 
     `what` names the tensors, `how` the collective, "all_gather" or "all_to_all".
     """
@@ -43,17 +43,17 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ParallelExplanation(Explanation):
-    """The answer of `explain_context_parallel`: an `Explanation` of the rank's rows over all keys; prints as a table.
+    """The result of `explain_context_parallel`: an `Explanation` of the rank's rows over all keys; prints as a table.
 
     Attributes:
         strategy: "gather", "ulysses", or "both" over a mesh of two dims.
         why: the reason for it.
-        rank, ranks: this process, and how many share the sequence.
+        rank, ranks: this process, and the number of ranks.
         layout, layout_k: of queries and keys, over all ranks.
         slices: the calls that this rank makes, of its rows over runs of all keys.
         forward_traffic, backward_traffic: what it sends and receives in each pass, in order.
-        transient_bytes: about how much memory the tensors that arrive take at once.
-        remarks: what stays where it is, and what gradients are of.
+        transient_bytes: the approximate peak memory of received tensors.
+        remarks: which tensors are not sent, and which gradients are partial.
     """
 
     strategy: Literal["gather", "ulysses", "both"]
@@ -117,14 +117,14 @@ def explain_context_parallel(
 ) -> ParallelExplanation:
     """Explain what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
 
-    One rank can call it without the other ranks: layouts tell what each of them has.
+    One rank can call it without the other ranks, because layouts describe all ranks.
 
     Args:
         q, k, v, mask, bias and the rest: as for `context_parallel_attention`.
 
     Returns:
-        A `ParallelExplanation`: print it, or take its `to_dict()`. Where no backend would run the call, its `error` is
-        the message.
+        A `ParallelExplanation`: print it, or use its `to_dict()`. If no backend would run the call, its `error` is the
+        message.
 
     Raises:
         TypeError, ValueError: the arguments are invalid, as in `context_parallel_attention`.
@@ -144,8 +144,9 @@ def explain_context_parallel(
     >>> dist.destroy_process_group()
     """
     passed = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "group": group, "layout": layout}
-    own, like = explain_context_parallel, context_parallel_attention
-    arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
+    arguments = arguments_like(
+        context_parallel_attention, explain_context_parallel, **passed, return_lse=return_lse, **options
+    )
     requested = choice_in_force(arguments.pop("backend"))
     raw_flags = RawFlags(**{name: arguments.pop(name) for name in RawFlags._fields if name in arguments})
     groups = groups_of(arguments.pop("group"))
@@ -192,7 +193,7 @@ def explain_context_parallel(
 
 def _verdict(backend: Backend, problems: list[AttentionProblem], is_traded: bool) -> Verdict:
     """Return the verdict of a backend on all slices together."""
-    verdicts = [verdict_of(backend, problem) for problem in problems]
+    verdicts = [make_verdict(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
     is_pair = is_traded or not backend.is_differentiable
     if not is_pair:
@@ -209,7 +210,7 @@ def _verdict(backend: Backend, problems: list[AttentionProblem], is_traded: bool
 
 
 def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Return what both passes of this rank send and receive, in order."""
+    """Return the traffic of both passes of this rank, in order."""
     p, needs, mask, bias = call.problem, call.problem.needs_grad, call.mask, call.bias
     forward: list[Transfer] = []
     backward: list[Transfer] = []
@@ -236,11 +237,11 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
 
 
 def _transient_bytes(call: ParallelCall, forward: tuple[Transfer, ...]) -> int:
-    """Return about how much memory what is gathered or traded takes at once."""
+    """Return the approximate peak memory of gathered or traded tensors."""
     total, p = 0, call.problem
     if call.strategy == "gather":
-        # A forward pass has what arrives, and its order; a backward pass also gradients of two slices, their sum, and
-        # its parts.
+        # A forward pass has the received tensors, and a copy in order; a backward pass also gradients of two slices,
+        # their sum, and the parts that are sent.
         held = call.keys_held(call.members.rank) * p.batch * p.num_heads_k // call.head_groups
         total = (6 if any(p.needs_grad) else 2) * held * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     if call.trade is not None:
@@ -249,7 +250,7 @@ def _transient_bytes(call: ParallelCall, forward: tuple[Transfer, ...]) -> int:
 
 
 def _keys_moved(call: ParallelCall, what: str, each: int, *, back: bool = False) -> Transfer:
-    """Count `each` bytes a position of keys on their way to the ranks that read it, or back to the rank that has it."""
+    """Count `each` bytes per position of keys, sent to the ranks that need it, or back to the rank that owns it."""
     sent = received = (call.members.size - 1) * call.layout_k.local_length
     if call.sends_parts:
         moves = call.route.moves()
@@ -260,18 +261,18 @@ def _keys_moved(call: ParallelCall, what: str, each: int, *, back: bool = False)
 
 
 def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
-    """Count q, k, v and out, which heads and positions are traded for, and their gradients."""
+    """Count the bytes of q, k, v and out, and of their gradients, when heads are traded for positions."""
     q, k = call.request[:2]
     p, size = call.problem, 1 if call.trade is None else call.trade.members.size
     rows_q, rows_k = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    heads_q, heads_k = q.shape[2], k.shape[2] * max(1, size // k.shape[2])  # ranks share heads that are fewer
+    heads_q, heads_k = q.shape[2], k.shape[2] * max(1, size // k.shape[2])  # ranks may outnumber heads
     values = (rows_q * heads_q * p.head_dim, rows_k * heads_k * p.head_dim, rows_k * heads_k * p.head_dim_v)
     itemsize = p.dtype.itemsize
     out = rows_q * heads_q * (p.head_dim_v * itemsize + p.return_lse * sum_dtype(p.dtype).itemsize)
     gradients = [(f"d{name}", n) for name, n, needed in zip("qkv", values, p.needs_grad, strict=False) if needed]
 
     def moved(what: str, number: int) -> Transfer:
-        part = number // size * (size - 1)  # every rank keeps its own part
+        part = number // size * (size - 1)  # every rank keeps one part
         return Transfer(what, "all_to_all", part, part)
 
     there = [
@@ -288,22 +289,22 @@ def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
 def _summed(call: ParallelCall) -> Iterator[Transfer]:
     needs = call.problem.needs_grad
 
-    def gathered(what: str, own: int, size: int) -> Transfer:
-        return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
+    def gathered(what: str, sent: int, size: int) -> Transfer:
+        return Transfer(what, "all_gather", (size - 1) * sent, (size - 1) * sent)
 
     added = call.request.added
     if added is not None and call.request.sums_added:
         for members in reversed(call.request.groups):
-            yield gathered("dbias beside lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
+            yield gathered("dbias with lists, summed", added.numel() * sum_dtype(added.dtype).itemsize, members.size)
     terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
-    for name, own, passed, needed in terms:
-        if own is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
+    for name, x, passed, needed in terms:
+        if x is None or passed is None or not needed or (name == "bias" and not call.shares_bias):
             continue
-        itemsize = sum_dtype(own.dtype).itemsize
+        itemsize = sum_dtype(x.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
-            yield _keys_moved(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize, back=True)
+            yield _keys_moved(call, "dbias, sharded by keys", x.shape[:3].numel() * itemsize, back=True)
         elif call.request.reduce_bias_grad:
-            yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
+            yield gathered(f"d{name}, summed", x.numel() * itemsize, call.members.size)
         if call.request.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
             # The gradient has all heads: a rank's is zero for heads that it does not compute.
             every_head = as_scores(passed) if name == "bias" else passed
@@ -312,7 +313,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
 
 
 def _remarks(call: ParallelCall) -> Iterator[str]:
-    """Yield what stays, what gradients are of, and in which dtype they are sent and summed."""
+    """Yield remarks: which tensors are not sent, which gradients are partial, and the dtypes of sending and summing."""
     needs = call.problem.needs_grad
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
         if name == "mask" and call.documents:
@@ -321,7 +322,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
             yield f"{name}: sharded by keys, gathered"
         elif isinstance(x, ShardedMask) and x.form == "lists":
             yield "mask: lists of this rank's rows, which stay where they are; they may name any key that is sent"
-        elif isinstance(x, ShardedMask) or (x is not None and (x.shape[2] > 1 or call.problem.chosen is not None)):
+        elif isinstance(x, ShardedMask) or (x is not None and (x.shape[2] > 1 or call.problem.list_bias is not None)):
             yield f"{name}: rows of this rank, which stay where they are"
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"
@@ -348,7 +349,7 @@ def _intervals(layout: SequenceLayout, rank: int) -> str:
 
 
 def _keys_of(part: Slice) -> str:
-    """Name the keys of a slice and its window, aligned at its own end."""
+    """Describe the keys of a slice and its window, aligned at the end of the slice."""
     if part.seqlen_k == 0:
         return "no keys"
     left, right = part.window

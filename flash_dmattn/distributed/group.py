@@ -1,9 +1,10 @@
-"""The ranks that share a sequence: their group, the block that integrations read, and how ranks compare their calls.
+"""The ranks of a sharded sequence: their group, the block for integrations, and how ranks compare their calls.
 
-Ranks compare what they are about to do before they do it, so that a mistake on one of them hangs none. Every call, and
+Ranks compare calls before they run them, so that a mistake on one rank does not make all ranks hang. Every call, and
 every operator of its backward pass, begins with one collective of 16 bytes for each rank: a hash of all values that
-have to be the same. Where hashes differ, or a rank has refused its own arguments, all ranks send each other the words
-that were hashed, and raise the same error. Each rank has then run as many collectives, so the group can be used again.
+have to be the same. If hashes differ, or a rank has refused its own arguments, all ranks send each other the text that
+was hashed, and raise the same error. All ranks have then run the same number of collectives, so the group can be used
+again.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from .layout import SequenceLayout
 
 Group = ProcessGroup | DeviceMesh
 
-# Values that have to be the same on every rank: ((name, value in words), ...).
+# Values that have to be the same on every rank: ((name, value as text), ...).
 Shared = tuple[tuple[str, str], ...]
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (TypeError, ValueError, NotImplementedError, BackendUnsupportedError, BackendUnavailableError)
 }
-_REFUSED = (0, 0)  # in the place of a hash: a rank refuses its arguments, or ranks differ
-# Entries end with the group that is their key.
+_REFUSED = (0, 0)  # instead of a hash: a rank refuses its arguments, or ranks differ
+# Entries are dropped with the group that is their key.
 _carriers: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 class Members(NamedTuple):
-    """A process group as operators know it: its name, its number of ranks, and the rank of this process."""
+    """A process group in the form for operators: its name, its number of ranks, and the rank of this process."""
 
     name: str
     size: int
@@ -70,7 +71,7 @@ def _members_of(group: Group) -> Members:
 def groups_of(group: Group) -> tuple[Members, ...]:
     """Return the members of a group, or of the inner and of the outer dim of a mesh of two dims.
 
-    It raises only on this rank: without a group no other rank can be told.
+    It raises only on this rank, because without a group ranks cannot communicate.
     """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         return tuple([_members_of(group.get_group(dim)) for dim in (1, 0)])
@@ -86,7 +87,7 @@ def size_and_rank(groups: tuple[Members, ...]) -> tuple[int, int]:
 
 
 def check_layout(layout: SequenceLayout, size: int, name: str = "layout") -> None:
-    """Refuse anything but a layout of as many ranks."""
+    """Refuse anything but a layout of the same number of ranks."""
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"{name} is a {type(layout).__name__}; it needs to be a SequenceLayout")
     if layout.world_size != size:
@@ -98,7 +99,7 @@ def process_group(name: str) -> ProcessGroup:
 
 
 class InContext(NamedTuple):
-    """A group or mesh, who has which positions, and which rank of the layout this process is."""
+    """A group or mesh, the layout of the positions, and the rank of this process in the layout."""
 
     group: Group
     layout: SequenceLayout
@@ -106,10 +107,11 @@ class InContext(NamedTuple):
 
 
 class use_context_parallel(Block):
-    """Let models in a `with` block attend over a group whose ranks hold parts of the sequence.
+    """Let models in a `with` block attend over a group, over which the sequence is sharded.
 
-    Integrations, such as the one of transformers, read it and call `context_parallel_attention` in the place of
-    `attention`. `flash_dmattn.attention` itself never reads it. It reaches what `flash_dmattn.config` reaches.
+    In the block, integrations, such as the one for transformers, call `context_parallel_attention` instead of
+    `attention`. It does not change `flash_dmattn.attention` itself. It has the scope of a block of
+    `flash_dmattn.config`.
 
     Args:
         group: as in `context_parallel_attention`.
@@ -173,9 +175,9 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
 
 
 def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn:
-    """Raise the error of this rank on all ranks, which compare their calls meanwhile.
+    """Raise the error of this rank on all ranks, which compare their calls.
 
-    While a graph is traced nothing can be sent, so the error is raised only on this rank.
+    While a graph is traced, ranks cannot communicate, so the error is raised only on this rank.
     """
     if not torch.compiler.is_compiling():
         _compare(groups, (), failure)
@@ -183,7 +185,7 @@ def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn
 
 
 class _Statement(NamedTuple):
-    """The values of one rank, or the error that it has met: ranks send each other these where they do not agree."""
+    """The values of one rank, or its error, which ranks send each other if they differ."""
 
     rank: int
     shared: Shared
@@ -191,7 +193,7 @@ class _Statement(NamedTuple):
     message: str = ""
 
 
-@torch._disable_dynamo  # where a frame that calls it is not compiled, it must not be compiled for itself
+@torch._disable_dynamo  # if the frame that calls it is not compiled, it must not be compiled separately
 def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | None) -> None:
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     sizes = {_carrier(process_group(one.name)): one.size for one in groups if one.size > 1 and not is_fake}
@@ -199,7 +201,7 @@ def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | N
     header: tuple[int, ...] = _REFUSED if failure is not None else struct.unpack("qq", digest[:16])
     for carrier, size in sizes.items():
         received = torch.empty((size, len(header)), dtype=torch.int64, device="cpu")
-        # All ranks send to all at once: the all_gather of gloo passes headers on around a ring, rank after rank.
+        # An all_to_all, because the all_gather of gloo sends headers around a ring, from rank to rank.
         sent = torch.tensor([header] * size, dtype=torch.int64, device="cpu")
         carrier.alltoall_base(received, sent, [], []).wait()
         if any(tuple(other) != header for other in listed(received)):
@@ -219,7 +221,7 @@ def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | N
 
 
 def _carrier(group: ProcessGroup) -> ProcessGroup:
-    """Return a group of the same ranks for tensors on the host: a header on the device would wait for its kernels."""
+    """Return a group of the same ranks for tensors on the host, where a header does not wait for kernels."""
     if torch.device("cpu") in group._device_types:
         return group
     if group not in _carriers:
@@ -230,7 +232,7 @@ def _carrier(group: ProcessGroup) -> ProcessGroup:
 
 
 def _difference(statements: list[_Statement]) -> str:
-    """Name the first value that differs, and the ranks that have each."""
+    """Describe the first value that differs, and the ranks that have each variant."""
     values = [dict(one.shared) for one in statements]
     name = next(name for names in values for name in names if len({other.get(name) for other in values}) > 1)
     ranks: dict[str | None, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`SequenceLayout`: which rank has which positions of a sequence."""
+"""`SequenceLayout`: the positions of a sequence that each rank has."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Which rank of a group has which positions of a sequence: host ints, hashable, the same object on every rank.
+    """The positions of a sequence that each rank of a group has: host ints, hashable, equal on every rank.
 
     Attributes:
         length: positions of the whole sequence.
-        intervals: for each rank its runs of positions [start, stop), ascending; neighbours are one run. Rows
-            of a rank's tensors are in this order. Every rank has as many rows.
+        intervals: for each rank its runs of positions [start, stop), ascending; adjacent runs are merged. Rows of a
+            rank's tensors are in this order. Every rank has the same number of rows.
 
     Raises:
         TypeError: `length` or a bound is no int.
@@ -71,7 +71,7 @@ class SequenceLayout:
         """Give rank r chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
 
         This is the order of `context_parallel` in torch (head-tail) and of TransformerEngine (DualChunkSwap), so their
-        loaders fit. Chunks of a multiple of 128 are fastest.
+        data loaders can be used. Chunks of a multiple of 128 are fastest.
 
         Raises:
             ValueError: `length` is no multiple of 2 * world_size.
@@ -92,17 +92,17 @@ class SequenceLayout:
 
     @classmethod
     def balanced(cls, work: Sequence[float], length: int, world_size: int, *, pieces: int = 8) -> SequenceLayout:
-        """Deal rows out by how much work they are: for masks whose rows differ.
+        """Balance the work of ranks, for masks whose rows differ.
 
-        The sequence is cut into `pieces` chunks for each rank. The largest goes first, to the rank with least work
-        that still wants chunks, so every rank has `pieces` of them.
+        The sequence is cut into `pieces` chunks for each rank. The chunk with most work is assigned first, to the rank
+        with least work among those with fewer than `pieces` chunks.
 
         Args:
-            work: how much work each run of ceil(length / len(work)) rows is, on the host, the same on every rank. For
-                instance the number of live tiles for each 128 rows of a prepared mask,
-                `mask.row_lists[..., :2].sum((0, 1, 3)).tolist()`.
-            length, world_size: positions in all, and ranks.
-            pieces: chunks of a rank. More of them balance better, and are more calls.
+            work: the work of each run of ceil(length / len(work)) rows, on the host, the same on every rank. For
+                example the number of live tiles for each 128 rows of a prepared mask, `mask.row_lists[..., :2].sum((0,
+                1, 3)).tolist()`.
+            length, world_size: the number of positions, and of ranks.
+            pieces: chunks of a rank. With more of them the work is balanced better, in more calls.
 
         Raises:
             ValueError: `length` is no multiple of world_size * pieces, or `work` is empty or has more entries.
@@ -117,7 +117,7 @@ class SequenceLayout:
         if not 0 < len(work) <= length:
             raise ValueError(f"work has {len(work)} entries; it needs 1 to {length}, one for each run of rows")
         run = -(-length // len(work))
-        # Sums over rows, because chunks need not end where runs do.
+        # Sums over rows, because the ends of chunks and of runs may differ.
         sums = list(accumulate((work[row // run] / run for row in range(length)), initial=0.0))
         chunks = [(i * chunk, (i + 1) * chunk) for i in range(world_size * pieces)]
         weights = {interval: sums[interval[1]] - sums[interval[0]] for interval in chunks}
@@ -130,7 +130,7 @@ class SequenceLayout:
         return cls(length, tuple(tuple(sorted(chunks)) for chunks in dealt))
 
     def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
-        """Take each `number` ranks in a row for one; return their layout, and the layouts of the rows within each.
+        """Merge each `number` consecutive ranks; return the layout of the merged ranks, and the layouts within each.
 
         Raises:
             ValueError: the ranks are no multiple of `number`.
@@ -146,13 +146,13 @@ class SequenceLayout:
         for first in range(0, self.world_size, number):
             members = self.intervals[first : first + number]
             runs = sorted((start, stop, r) for r, intervals in enumerate(members) for start, stop in intervals)
-            own: list[list[Interval]] = [[] for _ in members]
+            within: list[list[Interval]] = [[] for _ in members]
             row = 0
             for start, stop, r in runs:
-                own[r].append((row, row + stop - start))
+                within[r].append((row, row + stop - start))
                 row += stop - start
             outer.append(tuple((start, stop) for start, stop, _ in runs))
-            inner.append(SequenceLayout(row, tuple(tuple(x) for x in own)))
+            inner.append(SequenceLayout(row, tuple(tuple(x) for x in within)))
         return SequenceLayout(self.length, tuple(outer)), tuple(inner)
 
     @property
@@ -184,7 +184,7 @@ class SequenceLayout:
         return torch.cat(runs, dim)
 
     def unshard(self, pieces: Sequence[Tensor], dim: int) -> Tensor:
-        """Put the tensors of all ranks, in their order, together to one of the whole sequence; differentiable.
+        """Concatenate the tensors of all ranks, in their order, to the tensor of the whole sequence; differentiable.
 
         Raises:
             ValueError: there is not one piece for each rank, or one has another length along `dim`.
@@ -213,7 +213,7 @@ class SequenceLayout:
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """All of it as ints, for operators: the length, then for each rank the number of intervals and their bounds."""
+        """The layout as ints, for operators: the length, then for each rank the number and the bounds of intervals."""
         return self.length, *(
             x for runs in self.intervals for x in (len(runs), *(bound for run in runs for bound in run))
         )
@@ -221,7 +221,7 @@ class SequenceLayout:
 
 @lru_cache(maxsize=256)
 def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
-    """Return the layout whose `flat` these ints are."""
+    """Return the layout from the ints of `flat`."""
     length, *rest = flat
     intervals = []
     while rest:
@@ -232,7 +232,7 @@ def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
 
 
 def _merged(runs: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Join neighbours; refuse another order, because rows of a rank's tensors are in it."""
+    """Merge adjacent intervals; refuse intervals that do not ascend, because they are the order of a rank's rows."""
     merged: list[Interval] = []
     for start, stop in runs:
         if merged and start < merged[-1][1]:

@@ -1,6 +1,6 @@
-"""The strategy "gather": each pass is one operator, a node of a graph, with the collectives inside.
+"""The strategy "gather": each pass is one operator, a node of a graph, which contains the collectives.
 
-`RankRows` makes the calls of one rank over one group of heads, once the keys and values of that group are there.
+`RankRows` runs the calls of one rank for one group of heads, after its keys and values have arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, spread, with_dbias
-from ..operators import backward_flop_of, define_counted, describe_operands, forward_flop_of
+from ..operators import count_backward_flop, count_forward_flop, define_counted, describe_operands
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
@@ -28,16 +28,16 @@ from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_proble
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
     f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, int zero, "
-    "str outside, int block_q, int block_k, int list_size, bool chosen, str forward, str backward, int head_groups, "
-    "ScalarType exchange_dtype, bool[5] needs_grad"
+    "str outside, int block_q, int block_k, int list_size, bool is_list_bias, str forward, str backward, "
+    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
 NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6, "lists": 3}
 
 
-def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
-    """Return the masks of a rank's slices, from their forms and all their tensors in a row."""
+def read_views(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
+    """Return the masks of a rank's slices, from their forms and the list of all their tensors."""
     views, place = [], 0
     for form in forms:
         number = NUMBER_OF_TENSORS[form]
@@ -47,16 +47,16 @@ def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
 
 
 def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
-    """Return the part of a mask that a group of heads reads; it may have one head, or a head for each of k or q."""
+    """Return the part of a mask for a group of heads; a mask has one head, or a head for each head of k or q."""
     if heads.number == 1 or not view.tensors or view.tensors[0].shape[1] == 1:
         return view
-    # Kernels read prepared masks as contiguous tensors.
+    # Kernels need contiguous tensors of prepared masks.
     parts = [x[:, heads.of(x.shape[1])] for x in view.tensors]
     return MaskView(view.form, tuple(parts if view.form == "dense" else [x.contiguous() for x in parts]))
 
 
 class RankRows(NamedTuple):
-    """All that the calls of a rank share: its slices, where the keys of each are in k and v, and the mask of each.
+    """The calls of a rank: its slices, and the index of the keys in k and v, and the mask, of each.
 
     q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances or
     of entries of lists. `flags` belong to all rows over all keys.
@@ -72,10 +72,10 @@ class RankRows(NamedTuple):
     needs_grad: NeedsGrad
 
     def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Fill out and lse of a group of heads, whose k and v have the keys that the rank holds, in global order."""
+        """Fill out and lse of a group of heads; k and v have the received keys in global order."""
         query_heads = heads.of(self.q.shape[2])
         slices = zip(self.parts, self.places, self.views)
-        # The largest first: while it is computed the host prepares the other ones.
+        # The largest first, because the host prepares the other ones while it is computed.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
             out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
@@ -125,7 +125,7 @@ class RankRows(NamedTuple):
                 if total is not None and term is not None:
                     total.add(keys, term)
             if dbias is not None and group_dbias is not None and place is None:
-                if group_dbias.shape[2] == 1:  # one row for all queries, which each slice has a term of
+                if group_dbias.shape[2] == 1:  # one row for all queries, to which each slice adds a term
                     group_dbias[..., last] += dbias
                 else:
                     group_dbias[:, :, rows] = dbias
@@ -151,28 +151,28 @@ class RankRows(NamedTuple):
         return describe_operands(inputs, flags._replace(left=left, right=right, zero=zero), needs_grad), inputs
 
     def _place_in_bias(self, part: Slice) -> tuple[slice, slice]:
-        """Return which rows of the bias a slice reads, and which keys, or all values of distances or of a list."""
+        """Return the rows and keys of the bias for a slice, or all values of distances or of a list."""
         if self.bias is None:
             return slice(None), slice(None)
         *_, rows, keys = self.bias.shape
-        if self.flags.chosen:
+        if self.flags.is_list_bias:
             return part.rows_of(share_of_values(rows, self.q.shape[1], self.flags.block_q)), slice(None)
         has_keys = keys > 1 and not self.flags.outside
         return part.rows if rows > 1 else slice(None), part.keys if has_keys else slice(None)
 
 
 class KeySum:
-    """The gradient of all keys or values that a rank holds: a sum of one term for each slice, rounded to `dtype`."""
+    """The gradient of all received keys or values: a sum of one term for each slice, rounded to `dtype`."""
 
     def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
         self._largest: tuple[slice, Tensor] | None = None
-        # Two terms are added in fp32 and rounded once by one addition, so they need no sum of a wider dtype.
+        # One addition of two terms is computed in fp32 and rounded once, so it needs no sum in a wider dtype.
         self._is_narrow = number <= 2 and dtype == like.dtype
         self._sum: Tensor | None = None
 
     def add(self, keys: slice, gradient: Tensor) -> None:
-        """Add the gradient of the keys of one slice, which are there; it may be written to."""
+        """Add the gradient of the keys of one slice, which may be overwritten."""
         if not self._is_narrow:
             if self._sum is None:
                 self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
@@ -202,7 +202,7 @@ class KeySum:
 
 
 class Sums(NamedTuple):
-    """The gradients that stay with a rank, filled slice by slice; None where not needed."""
+    """The gradients that are not sent, filled slice by slice; None if not needed."""
 
     q: Tensor | None
     bias: Tensor | None
@@ -210,7 +210,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
-        """Allocate the gradients that the call needs, zero where slices add to them; these are in fp32 at least."""
+        """Allocate the needed gradients; the ones to which slices add are zero, in fp32 or wider."""
         needs, dbias = rows.needs_grad, None
         if needs.bias and rows.bias is not None:
             dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
@@ -222,9 +222,9 @@ class Sums(NamedTuple):
 
 
 def _cleared_around(dbias: Tensor, part: Slice) -> Tensor | None:
-    """Return the place of a slice in the gradient of the bias, after zeroing the keys that the slice does not have.
+    """Return the view of the gradient of the bias for a slice, after zeroing the keys outside of the slice.
 
-    None where the bias, which has keys of its own, has one row for all queries.
+    None if the bias, with a value per key, has one row for all queries.
     """
     if dbias.shape[2] == 1:
         return None
@@ -246,7 +246,7 @@ class Operands(NamedTuple):
 
 
 class GatherSettings(NamedTuple):
-    """All that both operators receive besides tensors; `flat` has it in the order of their schemas.
+    """The arguments of both operators that are no tensors; `flat` has them in the order of the schemas.
 
     `mask_forms` has the form of each slice's mask; `forward` and `backward` are names of backends.
     """
@@ -262,7 +262,7 @@ class GatherSettings(NamedTuple):
     block_q: int
     block_k: int
     list_size: int
-    chosen: bool
+    is_list_bias: bool
     forward: str
     backward: str
     head_groups: int
@@ -275,14 +275,14 @@ class GatherSettings(NamedTuple):
 
     def compare(self, direction: str, x: Operands) -> None:
         """Compare the operator with the operators of the other ranks, whose masks may have other forms."""
-        own = {**x._asdict(), **self._asdict()}
-        del own["mask"], own["route"], own["mask_forms"]
-        self.route.compare(direction, **own)
+        values = {**x._asdict(), **self._asdict()}
+        del values["mask"], values["route"], values["mask_forms"]
+        self.route.compare(direction, **values)
 
     def rows(self, x: Operands) -> RankRows:
         """Return the calls of this rank."""
         route, parts = self.route, self.route.parts
-        places, views = places_in(route.held, parts), views_of(self.mask_forms, x.mask)
+        places, views = places_in(route.held, parts), read_views(self.mask_forms, x.mask)
         flags = Flags(
             route.left,
             route.right,
@@ -295,14 +295,14 @@ class GatherSettings(NamedTuple):
             block_q=self.block_q,
             block_k=self.block_k,
             list_size=self.list_size,
-            chosen=self.chosen,
+            is_list_bias=self.is_list_bias,
         )
         return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
     def arriving(self, x: Operands) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-        """Bring keys and values of one group of heads after the other, each while the one before it is computed.
+        """Yield keys and values of one group of heads after the other; each is sent while the one before is computed.
 
-        The first is on its way when this returns, so the host's work before it is needed costs nothing.
+        The first is being sent when this returns, which overlaps with work of the host.
         """
         groups = [HeadGroup(place, self.head_groups) for place in range(self.head_groups)]
 
@@ -313,7 +313,7 @@ class GatherSettings(NamedTuple):
             for heads, following in zip(groups, [*groups[1:], None]):
                 held_k, held_v = pending.wait()
                 if following is not None:
-                    pending = start(following)  # its buffers are free while this one computes
+                    pending = start(following)  # its buffers are free while this one is computed
                 yield heads, held_k, held_v
 
         return each(start(groups[0]))
@@ -325,7 +325,7 @@ class GatherSettings(NamedTuple):
 
 
 def _read(a: Any) -> tuple[Operands, GatherSettings]:
-    """Return what both operators receive from their arguments."""
+    """Return the arguments of both operators as objects."""
     route = Route.of(*(getattr(a, name) for name in Route._fields))
     settings = GatherSettings(route, *(getattr(a, name) for name in GatherSettings._fields[1:]))
     return Operands(*(getattr(a, name) for name in Operands._fields)), settings
@@ -362,7 +362,7 @@ def _backward(a: Any) -> list[Tensor]:
         )
         if leaving is not None:
             store(*leaving)
-        if sent:  # on its way while the next group is computed
+        if sent:  # sent while the next group is computed
             leaving = (heads, settings.route.send_back(sent, 1))
     if leaving is not None:
         store(*leaving)
@@ -378,23 +378,23 @@ def _backward_fake(a: Any) -> list[Tensor]:
 
 
 def _forward_flop(a: Any) -> int:
-    return forward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3])
+    return count_forward_flop(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3])
 
 
 def _backward_flop(a: Any) -> int:
-    return backward_flop_of(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3], a.needs_grad)
+    return count_backward_flop(_read(a)[1].pairs(a.q), a.q.shape[3], a.v.shape[3], a.needs_grad)
 
 
 gather_forward = define_counted(
     "gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake, _forward_flop
 )
-# A list has only the requested gradients: an operator cannot return None under torch.compile.
+# The list has only needed gradients, because an operator cannot return None under torch.compile.
 _BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]"
 gather_backward = define_counted("gather_backward", _BACKWARD_SCHEMA, _backward, _backward_fake, _backward_flop)
 
 
 class GatherAttention(torch.autograd.Function):
-    """(out, lse) of a rank's rows, with the gradients of its own tensors; it saves nothing that was gathered."""
+    """(out, lse) of a rank's rows, with the gradients of its own tensors; it does not save gathered tensors."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -413,7 +413,7 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass; a second derivative is refused."""
         q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
-        # Ranks that send nothing back would keep other ranks waiting, so a gradient of nothing is one of zeros.
+        # A gradient of None becomes zeros, because other ranks wait for the gradients of this one.
         dout = torch.zeros_like(out) if dout is None else dout
         run = GatherGradients.apply if torch.is_grad_enabled() else _gradients
         gradients = run(dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
@@ -421,7 +421,7 @@ class GatherAttention(torch.autograd.Function):
 
 
 class GatherGradients(torch.autograd.Function):
-    """The backward pass as a function of its own, so that it can refuse to have a derivative."""
+    """The backward pass as an autograd function, which refuses second derivatives."""
 
     @staticmethod
     def forward(*arguments: Any) -> Gradients:
@@ -470,7 +470,7 @@ def attend_gathered(
         flags.block_q,
         flags.block_k,
         flags.list_size,
-        flags.chosen,
+        flags.is_list_bias,
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,
@@ -486,16 +486,16 @@ def attend_gathered(
 
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
-    """Return the mask of each slice as both passes receive it, all heads together."""
+    """Return the mask of each slice for both passes, with all heads."""
     parts = call.slices
     if mask is None:
         return [MaskView()] * len(parts)
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
-        own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
-        if own is None:
+        part_mask = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
+        if part_mask is None:
             views.append(MaskView())
             continue
         problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
-        views.append(view_of(problem, choose_form(problem, *pair), own))
+        views.append(view_of(problem, choose_form(problem, *pair), part_mask))
     return views

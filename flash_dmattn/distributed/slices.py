@@ -1,4 +1,4 @@
-"""The calls of one rank: each run of its rows over the keys that they see; and its mask, prepared for them."""
+"""The calls of one rank: each run of its rows over their visible keys; and its mask, prepared for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..biases import lists_beside
+from ..biases import require_lists
 from ..masks import PreparedMask
 from ..masks.arguments import INTEGER_DTYPES, bool_mask, pair
 from ..masks.index_scores import IndexScores
@@ -29,19 +29,19 @@ from ..problem import (
     values_can_be_read,
 )
 from ..sequences import Sequences
-from .documents import Documents, limits_of, parsed, read_documents, rows_seeing, written
+from .documents import Documents, document_limits, format_bounds, parse_bounds, read_documents, rows_seeing
 from .layout import SequenceLayout
 
-# Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
+# Slices of keys start at a multiple of it, so that rows of masks and biases keep the alignment that kernels need.
 ALIGNMENT = 128
 
 
 class Slice(NamedTuple):
     """One ordinary call: rows `row` to `row_stop` of a rank's tensors over keys `start` to `stop` in global order.
 
-    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0. A pair has `shift` more
-    as its distance in the whole call than in this one, because each call is aligned at its own end. `is_masked` is
-    False where all rows and keys are of one document, so that the mask of documents hides nothing.
+    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0. The distance of a pair
+    in the whole call is its distance in this call plus `shift`, because each call is aligned at its last key.
+    `is_masked` is False if all rows and keys are of one document, so that the mask of documents hides no pair.
     """
 
     row: int
@@ -71,19 +71,19 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
     def rows_of(self, share: int) -> slice:
-        """Return its rows in a tensor that has one row for each `share` of the rank's rows."""
+        """Return its rows in a tensor that has one row for every `share` rows of the rank."""
         return slice(self.row // share, -(-self.row_stop // share))
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return a view of the part of a mask or bias (b, h, Lq / W or 1, Lk or 1) that this call reads."""
+        """Return a view of the part of a mask or bias (b, h, Lq / W or 1, Lk or 1) for this call."""
         x = x[:, :, self.rows] if x.shape[2] > 1 else x
         return x[..., self.keys] if x.shape[3] > 1 else x
 
 
 class HeadGroup(NamedTuple):
-    """One of `number` equal parts of the heads: the key-value heads and the query heads that read them.
+    """One of `number` equal groups of heads: key-value heads and their query heads.
 
-    Parts share a key-value head where there are more of them than such heads.
+    Several groups have the same key-value head if there are more groups than key-value heads.
     """
 
     place: int
@@ -113,11 +113,11 @@ def slice_keys(
     alignment: int,
     limits: tuple[int, int] | None = None,
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return (start, stop, window): the keys that rows [a, b) of a call need, and their window in a call of their own.
+    """Return (start, stop, window): the keys that rows [a, b) of a call need, and the window of a call with only them.
 
     None of the rows attends to a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b)
-    on keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative. `limits`
-    are the first key that the rows may see, which may be no multiple, and the one behind the last.
+    on keys [start, stop) is aligned at its last key, which shifts the window; no side of it becomes negative. `limits`
+    are the first key of the rows, which need not be a multiple, and the key after the last.
     """
     left, right = window
     offset = seqlen_k - seqlen_q
@@ -134,21 +134,23 @@ def slice_keys(
 def plan(
     layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
 ) -> tuple[Slice, ...]:
-    """Return the calls of one rank; the window is the one of the whole call, with causality folded in.
+    """Return the calls of one rank; `window` is of the whole call, with causality folded in.
 
-    With documents, of as many queries as keys, a call has the keys of the documents that its rows belong to.
+    With documents, for which queries and keys have equal lengths, a call has the keys of the documents of its rows.
     """
     slices, row = [], 0
     for a, b in layout.runs(rank):
-        first, last, is_one = limits_of(documents, a, b) if documents else (0, seqlen_k, False)
-        start, stop, own = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
-        slices.append(Slice(row, row + b - a, start, stop, own, stop - b - (seqlen_k - layout.length), not is_one))
+        first, last, is_one = document_limits(documents, a, b) if documents else (0, seqlen_k, False)
+        start, stop, slice_window = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
+        slices.append(
+            Slice(row, row + b - a, start, stop, slice_window, stop - b - (seqlen_k - layout.length), not is_one)
+        )
         row += b - a
     return tuple(slices)
 
 
 def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int) -> AttentionProblem:
-    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
+    """Describe one slice and one group of heads of a rank's rows; tensors of keys have `held` rows."""
     left, right = part.window
     causal = right == 0
     if not part.is_masked:
@@ -160,7 +162,7 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
         seqlen_k=part.seqlen_k,
         num_heads=rank.num_heads // heads.number,
         num_heads_k=num_heads_k,
-        # The strides of all keys of the group that have arrived: a slice of them is a view.
+        # The strides of all received keys of the group, because a slice is a view.
         k_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim)).strides,
         v_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim_v)).strides,
         mask=_cut_spec(rank.mask, part, heads),
@@ -168,7 +170,7 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
         is_causal=causal,
         window_size=(left, -1 if causal else right),
         relative=_cut_spec(rank.relative, part, heads, has_keys=False),
-        chosen=_cut_values(rank, part, heads),
+        list_bias=_cut_values(rank, part, heads),
         flags=rank.flags._replace(left=left, right=right, zero=zero),
     )
 
@@ -177,39 +179,39 @@ def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup, has_keys: 
     if spec is None:
         return None
     b, h, i, j = spec.shape
-    own = heads.of(h)
+    kept = heads.of(h)
     keys = part.seqlen_k if j > 1 and has_keys else j
-    return spec._replace(shape=(b, own.stop - own.start, part.seqlen_q if i > 1 else i, keys))
+    return spec._replace(shape=(b, kept.stop - kept.start, part.seqlen_q if i > 1 else i, keys))
 
 
 def share_of_values(rows: int, local_length: int, block_q: int) -> int:
-    """Return how many rows of a rank share a row of values for entries of lists: one, or a block of queries."""
+    """Return the number of rows with the same row of values for entries of lists: one, or a block of queries."""
     return 1 if rows == local_length else block_q
 
 
 def _cut_values(rank: AttentionProblem, part: Slice, heads: HeadGroup) -> TensorSpec | None:
-    spec = _cut_spec(rank.chosen, part, heads, has_keys=False)
-    if spec is None or rank.chosen is None:
+    spec = _cut_spec(rank.list_bias, part, heads, has_keys=False)
+    if spec is None or rank.list_bias is None:
         return None
-    rows = part.rows_of(share_of_values(rank.chosen.shape[2], rank.seqlen_q, rank.flags.block_q))
+    rows = part.rows_of(share_of_values(rank.list_bias.shape[2], rank.seqlen_q, rank.flags.block_q))
     batch, number, _, entries = spec.shape
     return spec._replace(shape=(batch, number, rows.stop - rows.start, entries))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardedMask:
-    """The rows of a mask that one rank has, prepared once for any number of calls; its `from_...` methods make it.
+    """The rows of a mask of one rank, prepared once for any number of calls; its `from_...` methods create it.
 
-    `context_parallel_attention` takes it in the place of a bool mask.
+    `context_parallel_attention` takes it instead of a bool mask.
 
     Attributes:
         layout, layout_k: of the queries and of the keys.
-        rank: whose rows these are.
+        rank: the rank of the rows.
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
         batch, heads: (Bm, Hm), each 1 or as many as in the calls.
-        masks: a `PreparedMask` for each interval of the rank, on the keys that its rows can see; None where all of
-            these are of one document.
-        bounds: of packed sequences: the numbers of `documents`, in one string.
+        masks: a `PreparedMask` for each interval of the rank, on the keys of its rows; None if all of these are of one
+            document.
+        bounds: the bounds of `documents` as a string, for packed sequences.
     """
 
     layout: SequenceLayout
@@ -234,7 +236,7 @@ class ShardedMask:
         window_size: tuple[int, int] | None = None,
         reorder: bool | None = None,
     ) -> ShardedMask:
-        """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
+        """Prepare the rows of a mask of one rank, for any number of calls, without communication.
 
         For W ranks, with Lq and Lk positions in all, the result is equal to the rank's rows of
         `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Its method `dense` returns them.
@@ -243,7 +245,7 @@ class ShardedMask:
             mask: bool, read from the right as (Bm, Hm, Lq / W or 1, Lk or 1): the rank's own rows, as
                 `layout.shard(mask, -2, rank)` takes them out of a whole mask, over all keys in global order.
             layout: of the queries.
-            rank: whose rows these are, `torch.distributed.get_rank(group)`.
+            rank: the rank of the rows, `torch.distributed.get_rank(group)`.
             layout_k: of the keys; the layout of the queries where it is not given.
             is_causal, window_size, reorder: as in `flash_dmattn.masks.PreparedMask.from_mask`, of the whole call.
 
@@ -296,21 +298,21 @@ class ShardedMask:
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> ShardedMask:
-        """Make the mask of packed documents for the rows of a rank: a query sees its own document; nothing is sent.
+        """Make the mask of packed documents for a rank's rows, without communication: a query attends to its document.
 
-        `context_parallel_attention(..., sequences=sequences)` makes it, once for all layers. Made here it serves calls
-        in graphs of `torch.compile`, one graph for each set of bounds, and a batch of more than one entry. It takes
+        `context_parallel_attention(..., sequences=sequences)` creates it once for all layers. Created here, it supports
+        calls in graphs of `torch.compile`, one graph for each set of bounds, and batches of several entries. It takes
         O(length) of memory, on the device of the sequences, which needs to be the device of q.
 
         Args:
-            sequences: of `Sequences.packed`, with as many keys as queries; the same on every rank. The host reads
-                their values once, and waits for the device.
+            sequences: of `Sequences.packed`, with as many keys as queries; the same on every rank. Their values are
+                copied to the host once, which waits for the device.
             layout: of queries and keys.
-            rank: whose rows these are.
+            rank: the rank of the rows.
             is_causal, window_size: as in `attention`; calls must not repeat them.
 
         Raises:
-            TypeError, ValueError: the sequences are of another kind, or do not fit the layout.
+            TypeError, ValueError: the sequences are of another kind, or do not match the layout.
 
         >>> import torch
         >>> from flash_dmattn import Sequences
@@ -333,7 +335,7 @@ class ShardedMask:
         is_causal: bool,
         window_size: tuple[int, int] | None,
     ) -> ShardedMask:
-        """Make `from_sequences` of bounds that the host has, on a device."""
+        """Make the mask of `from_sequences` from bounds on the host, on a device."""
         is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
         masks: list[PreparedMask | None] = []
         window = causal_window(is_causal, window_size)
@@ -343,7 +345,7 @@ class ShardedMask:
                 masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
             else:
                 masks.append(None)
-        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), written(documents))
+        return cls(layout, layout, rank, is_causal, window_size, 1, 1, tuple(masks), format_bounds(documents))
 
     @classmethod
     def from_lists(
@@ -357,7 +359,7 @@ class ShardedMask:
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
     ) -> ShardedMask:
-        """Prepare the lists of the rows that one rank has, which name keys of the whole sequence; nothing is sent.
+        """Prepare the lists of the rows of one rank, of keys of the whole sequence, without communication.
 
         The result is equal to the rank's rows of `PreparedMask.from_lists` of the whole index.
 
@@ -366,14 +368,14 @@ class ShardedMask:
                 `layout.shard(index, -2, rank)` takes them out of a whole index of a list for each query. Keys, or
                 blocks of keys, count from the first one of the sequence; -1 is for none.
             layout: of the queries. Its intervals begin and end at multiples of block_q.
-            rank: whose rows these are.
+            rank: the rank of the rows.
             layout_k: of the keys, `layout` by default.
             block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
             is_causal, window_size: as in `attention`, of the whole sequence; calls must not repeat them. Slices of a
                 window begin at multiples of 128 keys, which block_k has to divide.
 
         Raises:
-            TypeError, ValueError: as for `PreparedMask.from_lists`, or the lists do not fit the layout.
+            TypeError, ValueError: as for `PreparedMask.from_lists`, or the lists do not match the layout.
 
         >>> import torch
         >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask
@@ -394,11 +396,11 @@ class ShardedMask:
             check_entries(index, index.new_full((1, 1, 1, 1), last, dtype=torch.int64))
 
         def lists_of(part: Slice, rows: slice) -> PreparedMask:
-            # Keys that no query of the slice sees: the band hides them.
-            first, own = part.start // block_k, index[:, :, rows].long()
-            seen = (own >= first) & (own < -(-part.stop // block_k))
+            # The band hides these keys from all queries of the slice.
+            first, blocks = part.start // block_k, index[:, :, rows].long()
+            seen = (blocks >= first) & (blocks < -(-part.stop // block_k))
             return PreparedMask.from_lists(
-                torch.where(seen, own - first, -1),
+                torch.where(seen, blocks - first, -1),
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.seqlen_k,
                 block_size=(block_q, block_k),
@@ -421,10 +423,10 @@ class ShardedMask:
         is_causal: bool = False,
         local: int = 0,
     ) -> ShardedMask:
-        """List the `k` best scored keys, or blocks of keys, that each row of a rank may see; nothing is sent.
+        """List the `k` visible keys, or blocks, of highest score for each row of a rank, without communication.
 
-        The result is equal to the rank's rows of `PreparedMask.from_topk_lists` of the whole scores. It has as many
-        entries for each list, so values for a `ListBias` are rows of the whole values.
+        The result is equal to the rank's rows of `PreparedMask.from_topk_lists` of the whole scores. Lists have the
+        same number of entries, so values for a `ListBias` are rows of the whole values.
 
         Args:
             scores: float (B, H, R, N), or fewer dims: the scores of the rank's R lists for all N keys or blocks. Or
@@ -433,7 +435,7 @@ class ShardedMask:
             layout, rank, layout_k: as for `from_lists`.
 
         Raises:
-            TypeError, ValueError: as for `PreparedMask.from_topk_lists`, or the lists do not fit the layout.
+            TypeError, ValueError: as for `PreparedMask.from_topk_lists`, or the lists do not match the layout.
 
         >>> import torch
         >>> from flash_dmattn import masks
@@ -467,11 +469,11 @@ class ShardedMask:
             blocks = -(-part.stop // block_k)
             if isinstance(scores, IndexScores):
                 q, weights = scores.q[:, rows], scores.weights[:, rows]
-                own: Any = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
+                part_scores: Any = replace(scores, q=q, k=scores.k[:, :blocks], weights=weights)
             else:
-                own = scores[..., rows, :blocks]
+                part_scores = scores[..., rows, :blocks]
             made: Any = PreparedMask.from_topk_lists(
-                own,
+                part_scores,
                 k,
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.stop,
@@ -497,13 +499,13 @@ class ShardedMask:
         is_causal: bool,
         window_size: tuple[int, int] | None,
     ) -> ShardedMask:
-        """Make the mask of what a function returns for each slice and its lists.
+        """Make the mask from the result of a function for each slice and its lists.
 
-        Sizes are checked for all ranks, so that all of them refuse what one cannot do.
+        Sizes are checked for all ranks, so that all of them raise if one cannot support them.
 
         Args:
-            lists_of: as it says.
-            name: of what has the lists, for messages.
+            lists_of: returns the lists of a slice and of its rows.
+            name: the name of the argument with the lists, for messages.
             sizes: its batch, heads and lists, the queries that share a list, and the keys of a block.
         """
         batch, heads, number, block_q, block_k = sizes
@@ -534,8 +536,8 @@ class ShardedMask:
 
     @property
     def documents(self) -> Documents:
-        """Where each document begins and ends, (begin, end, begin, end, ...); () without packed sequences."""
-        return parsed(self.bounds)
+        """The bounds of each document, (begin, end, begin, end, ...); () without packed sequences."""
+        return parse_bounds(self.bounds)
 
     @property
     def form(self) -> MaskForm:
@@ -544,24 +546,24 @@ class ShardedMask:
 
     @property
     def lists(self) -> PreparedMask:
-        """Return the lists of all rows of the rank as one mask, whose entries count from the first key of all.
+        """Return the lists of all rows of the rank as one mask over all keys.
 
         It is for `IndexScores.at` and `ListBias.dense`, and has no band.
 
         Raises:
             TypeError: it has no lists.
         """
-        own = [lists_beside(mask) for mask in self.masks]
+        lists = [require_lists(mask) for mask in self.masks]
         parts = self._parts
-        block_size, rows, keys = own[0].block_size, self.layout.local_length, self.layout_k.length
+        block_size, rows, keys = lists[0].block_size, self.layout.local_length, self.layout_k.length
         firsts = [part.start // block_size[1] for part in parts]
-        named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, own, strict=True)]
-        tensors = [torch.cat(x, 2) for x in (named, [x.count for x in own], [x.slots for x in own])]
+        named = [torch.where(x.keys < 0, -1, x.keys + first) for first, x in zip(firsts, lists, strict=True)]
+        tensors = [torch.cat(x, 2) for x in (named, [x.count for x in lists], [x.slots for x in lists])]
         return PreparedMask._made("lists", tensors, seqlen_q=rows, seqlen_k=keys, block_size=block_size)
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are; the CPU where it needs none."""
+        """The device of its tensors; the CPU if it has none."""
         return next((mask.device for mask in self.masks if mask is not None), torch.device("cpu"))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedMask:
@@ -575,8 +577,8 @@ class ShardedMask:
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for part, mask in zip(self._parts, self.masks, strict=True):
             every = dense.new_ones(1, 1, part.seqlen_q, part.seqlen_k)
-            own = PreparedMask.from_mask(every, window_size=part.window) if mask is None else mask
-            dense[:, :, part.rows, part.keys] = own.dense()
+            prepared = PreparedMask.from_mask(every, window_size=part.window) if mask is None else mask
+            dense[:, :, part.rows, part.keys] = prepared.dense()
         return dense
 
     @property

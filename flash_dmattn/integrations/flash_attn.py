@@ -260,13 +260,13 @@ def flash_attn_varlen_func(
         if edges.dim() != 1:
             raise ValueError(f"{name} has shape {tuple(edges.shape)}; it needs 1 dimension")
     if alibi_slopes is not None and (seqused_q is not None or (seqused_k is not None and block_table is None)):
-        raise NotImplementedError("alibi_slopes are set beside seqused_q or seqused_k; pack the used tokens alone")
+        raise NotImplementedError("alibi_slopes are set with seqused_q or seqused_k; pack the used tokens alone")
     most = {"max_seqlen_q": _bound(max_seqlen_q), "max_seqlen_k": _bound(max_seqlen_k)}
     seqlens_k = seqused_k if cu_seqlens_k is None else cu_seqlens_k.diff()
     if block_table is None:
         sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, **most, seqlens_q=seqused_q, seqlens_k=seqused_k)
     elif seqused_q is not None:
-        raise NotImplementedError("seqused_q is set beside pages; it needs to be None: pack the used queries alone")
+        raise NotImplementedError("seqused_q is set with pages; it needs to be None: pack the used queries alone")
     else:
         seqlens_k = seqlens_k if seqused_k is None else seqused_k
         assert seqlens_k is not None
@@ -512,8 +512,10 @@ def _check_named(call: Callable[..., Any], inner: Callable[..., Any], named: dic
 
 
 def _refuse_name(call: Callable[..., Any], inner: Callable[..., Any], name: str, first: int = 0) -> NoReturn:
-    own = [x for x in inspect.signature(call).parameters if x not in ("arguments", "named", "newer")]
-    names = dict.fromkeys([*own, *(x for x in tuple(inspect.signature(inner).parameters)[first:] if x != "newer")])
+    parameters = [x for x in inspect.signature(call).parameters if x not in ("arguments", "named", "newer")]
+    names = dict.fromkeys(
+        [*parameters, *(x for x in tuple(inspect.signature(inner).parameters)[first:] if x != "newer")]
+    )
     meant = similar(name, names)
     hint = f"it takes {', '.join(names)}" if meant is None else f"did you mean {meant!r}?"
     if name in ("mask", "bias", "attn_mask", "attn_bias", "attention_mask"):
@@ -535,7 +537,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
         options = options._replace(window_size=tuple(-1 if side is None else side for side in options.window_size))
     options = options._replace(window_size=check_window(options.window_size))
     if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
-        raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
+        raise NotImplementedError("return_attn_probs is True with dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
     # If one of them requires grad, autograd requests a gradient. `attention` refuses arguments that are no tensors.
     needing = [x for x in (q, k, v) if isinstance(x, Tensor) and x.requires_grad]

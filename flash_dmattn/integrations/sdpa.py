@@ -86,8 +86,8 @@ class intercept_sdpa(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The last entry of this task: another task may have entered the same object later, and still be inside.
-        own = [entry for entry in _task_entries.get() if entry in self._entries]
-        entry = own[-1] if own else self._entries[-1]
+        entries = [entry for entry in _task_entries.get() if entry in self._entries]
+        entry = entries[-1] if entries else self._entries[-1]
         self._entries.remove(entry)
         _task_entries.set(tuple(other for other in _task_entries.get() if other is not entry))
         mode = entry.mode

@@ -108,7 +108,7 @@ def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
             aligned.append(tensor.repeat_interleave(num_heads // heads, dim=1))
         else:
             raise ValueError(
-                f"{name} has {heads} heads (shape {tuple(tensor.shape)}) beside {num_heads} heads elsewhere; "
+                f"{name} has {heads} heads (shape {tuple(tensor.shape)}) with {num_heads} heads elsewhere; "
                 f"it needs 1, {num_heads}, or a divisor of {num_heads}"
             )
     return aligned

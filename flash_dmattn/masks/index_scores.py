@@ -109,7 +109,7 @@ class IndexScores:
         if mask.spec is not None and mask.spec.packs_keys:
             if mask.block_size[1] > 1:
                 raise ValueError(
-                    f"lists are of blocks of {mask.block_size[1]} keys beside packed sequences; they need single keys"
+                    f"lists are of blocks of {mask.block_size[1]} keys with packed sequences; they need single keys"
                 )
             blocks = mask.spec.rows_k
         if heads != 1:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..caches import TensorCache
 from ..definition import is_transformed, is_watched, listed
 from ..problem import (
     check_floats,
@@ -17,22 +18,23 @@ from ..problem import (
     counts_changes,
     values_can_be_read,
 )
-from ..remembered import Kept
 
 Empty = Literal["softmax", "zero"]
 Rest = Literal["auto", "none", "keep"]
 
 
-class _Parts(NamedTuple):
-    """The mask and the bias of a tensor; `hides` is False if the mask is all True, `leaves` if the bias is all 0."""
+class _Split(NamedTuple):
+    """The result of a split; `is_unchanged` says that the bias is x itself, which the cache must not keep alive.
+
+    `mask` is None if no key is hidden, and `bias` is None if there is none.
+    """
 
     mask: Tensor | None
-    rest: Tensor | None
-    hides: bool = True
-    leaves: bool = True
+    bias: Tensor | None
+    is_unchanged: bool = False
 
 
-_parts = Kept()
+_splits = TensorCache()
 
 
 def split_additive(
@@ -102,10 +104,10 @@ def split_additive(
         >>> mask.tolist(), rest
         ([[True, False], [False, False]], None)
     """
-    mask, left = separate(x, below, empty=empty, rest=rest)
+    mask, bias = separate(x, below, empty=empty, rest=rest)
     if mask is None:
         mask = torch.ones((), dtype=torch.bool, device=x.device).expand(x.shape)
-    return mask, left
+    return mask, bias
 
 
 def separate(
@@ -123,23 +125,19 @@ def separate(
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
         place = x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_neg()
         key = id(base), *place, below, empty, rest, stream
-        parts: _Parts = _parts.get(key, [base], lambda: _split(x, below, empty, rest, may_read=True))
+        result: _Split = _splits.get(key, [base], lambda: _split(x, below, empty, rest, may_read=True))
     else:
         # The assertion of rest="none" runs on the GPU, so the CPU does not wait.
         may_read = is_plain and (values_can_be_read(x) or (x.is_cuda and rest == "none"))
-        parts = _split(x, below, empty, rest, may_read=may_read)
-    left = parts.rest
-    if left is None and parts.leaves:
-        left = x
-    return (parts.mask if parts.hides else None), left
+        result = _split(x, below, empty, rest, may_read=may_read)
+    return result.mask, x if result.is_unchanged else result.bias
 
 
 def _has_derivative(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or is_transformed() or forward_ad._current_level >= 0
 
 
-def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) -> _Parts:
-    """Compute mask and bias. `rest` None with `leaves` means x itself, because the cache must not keep x alive."""
+def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) -> _Split:
     # With a derivative, each element of an expanded dim has its own derivative, so dims are not collapsed.
     values = x if _has_derivative(x) else collapse(x, range(x.dim()))
     is_shifted = None
@@ -156,15 +154,14 @@ def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) ->
                 raise ValueError(f'x has values above {below} other than 0; rest="none" needs 0 there; use rest="keep"')
         elif may_read:
             torch._assert_async(~left.any(), f'x of split_additive(rest="none") has values above {below} other than 0')
-        return _Parts(mask, None, leaves=False)
+        return _Split(mask, None)
     if rest == "auto" and may_read:
         shifts = hidden.new_zeros(()) if is_shifted is None else is_shifted.any()
-        hides, leaves, is_other = listed(torch.stack([hidden.any(), left.any(), shifts]))  # one wait
-        is_other |= hides
-        return _Parts(
-            mask if hides else None, left.expand(x.shape) if leaves and is_other else None, hides=hides, leaves=leaves
-        )
-    return _Parts(mask, left.expand(x.shape))
+        hides_keys, has_bias, is_shifted_anywhere = listed(torch.stack([hidden.any(), left.any(), shifts]))  # one wait
+        is_unchanged = has_bias and not hides_keys and not is_shifted_anywhere
+        bias = left.expand(x.shape) if has_bias and not is_unchanged else None
+        return _Split(mask if hides_keys else None, bias, is_unchanged)
+    return _Split(mask, left.expand(x.shape))
 
 
 def _check(x: Tensor, below: float, empty: str, rest: str) -> None:

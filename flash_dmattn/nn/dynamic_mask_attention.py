@@ -134,7 +134,7 @@ class KVCache:
             assert x is not None
             if x.dim() != needs.count(",") + 1 or x.shape[:3] != k.shape[:3]:
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}; beside k of shape {tuple(k.shape)} it needs to be ({needs})"
+                    f"{name} has shape {tuple(x.shape)}; with k of shape {tuple(k.shape)} it needs to be ({needs})"
                 )
 
     def _check_same_kind(self, new: tuple[Tensor | None, ...]) -> None:
@@ -454,28 +454,28 @@ class DynamicMaskAttention(nn.Module):
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
         check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
         if attention_mask is not None:
-            raise ValueError("attention_mask is a tensor; beside sequences it needs to be None: they have no padding")
+            raise ValueError("attention_mask is a tensor; with sequences it needs to be None: they have no padding")
         if sequences.layout != "packed":
             raise ValueError(
                 f"sequences are {sequences.layout}; they need to be packed (pass attention_mask for padding; "
                 "examples/paged_decoding.py decodes from pages)"
             )
         if cache is not None:
-            raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it needs to be None")
+            raise ValueError(f"cache is a {type(cache).__name__}; with packed sequences it needs to be None")
         check_tensor("x", x)
         check_strided("x", x)
         if x.dim() != 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {self.hidden_size})"
+                f"x has shape {tuple(x.shape)}; with these sequences it needs to be (tokens, {self.hidden_size})"
             )
         like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
-        spec, (bounds, _) = sequences.lay_out(like, like, like, names=("x", "x", "x"))
+        spec, (bounds, _) = sequences.describe_with_view(like, like, like, names=("x", "x", "x"))
         if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
             raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same")
         is_empty = len(bounds) == 0 or x.numel() == 0
-        own = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        sequence = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         if not is_empty:
-            own, positions, _ = token_places(bounds, 1, x.shape[0], is_packed=True)
+            sequence, positions, _ = token_places(bounds, 1, x.shape[0], is_packed=True)
         q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
         scores = self.key_scores(v)
         mask = bias = None
@@ -487,7 +487,7 @@ class DynamicMaskAttention(nn.Module):
                         f"sequences name no max_seqlen_k; a layer that keeps {self.keep_window_size} keys needs it "
                         "(Sequences.packed(..., max_seqlen_q=...))"
                     )
-                mask = self._select_packed_keys(scores.detach(), bounds, own, positions, spec.max_seqlen_k)
+                mask = self._select_packed_keys(scores.detach(), bounds, sequence, positions, spec.max_seqlen_k)
         return self._call(q, k, v, mask, bias) | {"sequences": sequences}
 
     def _call(
@@ -555,11 +555,11 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _select_packed_keys(
-        self, scores: Tensor, bounds: Tensor, own: Tensor, positions: Tensor, longest: int
+        self, scores: Tensor, bounds: Tensor, sequence: Tensor, positions: Tensor, longest: int
     ) -> Tensor:
         """Make the mask (Hk, T, longest) of the kept keys; columns count from the start of each query's sequence.
 
-        scores is (T, Hk). `own`, (T,), is the sequence of each token, and `positions`, (T,), its position there.
+        scores is (T, Hk). `sequence`, (T,), is the sequence of each token, and `positions`, (T,), its position there.
         """
         assert self.keep_window_size is not None
         keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)
@@ -570,5 +570,5 @@ class DynamicMaskAttention(nn.Module):
         start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
         position = positions[:, None]
         # Head by head, because the comparison needs 4 bytes for each byte of the mask.
-        rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
+        rows = [(start[sequence, h] <= position) & (position < stop[sequence, h]) for h in range(start.shape[1])]
         return torch.stack(rows)

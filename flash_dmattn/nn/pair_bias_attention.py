@@ -147,7 +147,7 @@ class PairBiasAttention(nn.Module):
             return
         needs = ", ".join([*("1" if size == 1 else f"{size} or 1" for size in batch), *map(str, sizes)])
         raise ValueError(
-            f"{name} has shape {tuple(shared.shape)}; beside x of shape {tuple(x.shape)} it needs to be ({needs})"
+            f"{name} has shape {tuple(shared.shape)}; with x of shape {tuple(x.shape)} it needs to be ({needs})"
         )
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 from .aux_request import AnyAuxRequest as AnyAuxRequest
 from .aux_request import AuxOutput as AuxOutput
 from .aux_request import AuxRequest as AuxRequest
-from .aux_request import output_of as output_of
+from .aux_request import make_output as make_output
 from .aux_request import read_request as read_request
 from .checks import RANKS as RANKS
 from .checks import arguments_like as arguments_like
@@ -23,9 +23,9 @@ from .checks import check_type as check_type
 from .checks import check_values as check_values
 from .checks import check_window as check_window
 from .checks import counts_changes as counts_changes
+from .checks import find_packing as find_packing
 from .checks import is_int as is_int
 from .checks import keywords_only as keywords_only
-from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords
 from .checks import values_can_be_read as values_can_be_read
 from .description import FEATURES as FEATURES
@@ -59,7 +59,7 @@ from .description import keys_of_query as keys_of_query
 from .description import make_band as make_band
 from .description import replaced as replaced
 from .description import sm_number as sm_number
-from .description import spec_of as spec_of
+from .description import tensor_spec as tensor_spec
 from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients
 from .inputs import MaskChoice as MaskChoice

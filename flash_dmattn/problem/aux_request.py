@@ -1,4 +1,4 @@
-"""`AuxRequest` asks for numbers about the rows of a call, and `AuxOutput` has them."""
+"""`AuxRequest` asks for statistics of the rows of a call, and `AuxOutput` has them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class AuxRequest(NamedTuple):
-    """Ask `attention` for numbers about each row of probabilities, as `return_aux=`.
+    """Ask `attention` for statistics of each row of probabilities, as `return_aux=`.
 
-    The request of FlexAttention, `torch.nn.attention.flex_attention.AuxRequest`, is accepted in its place.
+    The request of FlexAttention, `torch.nn.attention.flex_attention.AuxRequest`, is also accepted.
 
     Attributes:
         lse: the natural log of the sum of exp of the scores and the sink. It is differentiable.
-        max_scores: the largest score of each row, after scale, softcap and bias, without the sink. It is -inf in a row
-            with nothing allowed. It has no gradient.
-        entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row with nothing
-            allowed. It is differentiable.
+        max_scores: the maximum score of each row, after scale, softcap and bias, without the sink. It is -inf in a row
+            without an allowed key. It has no gradient.
+        entropy: -sum p log(p) over the keys of each row and its sink, before dropout. It is 0 in a row without an
+            allowed key. It is differentiable.
 
     Equivalent PyTorch in rows with a key, for scores s with -inf where a key is not allowed, and without a sink::
 
@@ -63,11 +63,11 @@ class AnyAuxRequest(Protocol):
 
 
 def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: bool) -> tuple[bool, bool, bool]:
-    """Return whether a call returns lse, the largest scores and entropies.
+    """Return whether a call returns lse, the maximum scores and entropies.
 
     Raises:
         TypeError: it is no request.
-        ValueError: another argument asks for results beside it.
+        ValueError: another argument also asks for results.
     """
     if request is None:
         return return_lse, False, False
@@ -81,7 +81,7 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
         ("return_probs", return_probs, "call once for each"),
     ):
         if passed:
-            raise ValueError(f"{name} is {passed!r} beside return_aux; it needs to be False ({advice})")
+            raise ValueError(f"{name} is {passed!r} with return_aux; it needs to be False ({advice})")
     lse, largest, entropy = (getattr(request, name, False) for name in AuxRequest._fields)
     for name, x in zip(AuxRequest._fields, (lse, largest, entropy), strict=True):
         if not isinstance(x, bool):
@@ -89,8 +89,8 @@ def read_request(request: AnyAuxRequest | None, return_lse: bool, return_probs: 
     return lse, largest, entropy
 
 
-def output_of(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
-    """Return what was asked for out of the results of a call: out, lse, and then what else was asked for, in order."""
+def make_output(results: tuple[Tensor, ...], lse: bool, max_scores: bool, entropy: bool) -> AuxOutput:
+    """Return the requested statistics from the results of a call: out, lse, and then the other ones, in order."""
     rest = iter(results[2:])
     largest = next(rest).detach() if max_scores else None  # it has no gradient
     return AuxOutput(results[1] if lse else None, largest, next(rest) if entropy else None)

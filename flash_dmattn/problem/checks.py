@@ -32,7 +32,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), "sink="),
     **dict.fromkeys(("return_softmax_lse", "return_softmax"), "return_lse="),
     **dict.fromkeys(
-        ("need_weights", "return_attn_probs", "output_attentions"), 'return_probs= beside backend="reference"'
+        ("need_weights", "return_attn_probs", "output_attentions"), 'return_probs= with backend="reference"'
     ),
     **dict.fromkeys(("key_padding_mask", "attention_mask"), "mask=masks.padding_mask(...)"),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "sequences=Sequences.packed(...)"),
@@ -82,7 +82,7 @@ def keywords_only(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def arguments_like(like: Callable[..., object], call: Callable[..., object], **passed: object) -> dict[str, Any]:
-    """Return what was passed to a call that takes the arguments of another function, with that one's defaults."""
+    """Return the arguments of a call that has the parameters of another function, defaults included."""
     bound = inspect.signature(like).bind(**passed)
     bound.apply_defaults()
     unknown = bound.arguments.pop("unknown")
@@ -166,7 +166,7 @@ def check_softcap(softcap: float, softmax_scale: float | None) -> float:
     largest = 2.0 if softmax_scale is None else max(abs(softmax_scale), 2.0)
     if softcap > 0.0 and not largest <= softcap * _MOST:
         raise ValueError(
-            f"softcap is {softcap} beside softmax_scale {softmax_scale}; it needs to be larger, because scores are "
+            f"softcap is {softcap} with softmax_scale {softmax_scale}; it needs to be larger, because scores are "
             "divided by it in float32 (0 is off)"
         )
     return softcap
@@ -178,7 +178,7 @@ def is_int(x: object) -> bool:
 
 
 def bounded(x: int) -> int:
-    """Clamp an int that is added to positions where it is past all of them, so that sums fit in 64 bits."""
+    """Clamp an int that is added to positions if it is past all of them, so that sums do not overflow 64 bits."""
     x = x if isinstance(x, (int, torch.SymInt)) else int(x)
     return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
 
@@ -257,9 +257,9 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
 def check_values(
     shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: tuple[int, ...], places: int | None = None
 ) -> None:
-    """Refuse values (*batch, heads, rows, n), for n distances or for the places of lists, that do not fit the call.
+    """Refuse values (*batch, heads, rows, n), for n distances or entries of lists, that do not match the call.
 
-    `rows` has the numbers of rows that fit; () where all queries share the values and the caller passed no such dim.
+    `rows` has the valid numbers of rows; () if the values are for all queries and the caller passed no such dim.
     """
     *batch, num_heads = sizes
     last = ("seqlen_q", "distances") if places is None else ("queries or lists", "entries of a list")
@@ -272,7 +272,7 @@ def check_values(
         raise ValueError(_misfit("bias.values", shape, names, allowed))
 
 
-def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
+def find_packing(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
 
     With one query token a row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.
@@ -289,14 +289,14 @@ def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     if spec.packs_keys:
         forms.append("or (heads, 1, keys of all sequences)")
     raise ValueError(
-        f"{name} has {len(shape)} dimensions, shape {tuple(shape)}; beside sequences it needs {', '.join(forms)}"
+        f"{name} has {len(shape)} dimensions, shape {tuple(shape)}; with sequences it needs {', '.join(forms)}"
     )
 
 
 def check_scores(
     name: str, shape: Sequence[int], packing: Packing, spec: SequenceSpec, heads: tuple[int, int] | None
 ) -> None:
-    """Refuse a 4-D mask or bias that does not fit sequences; `heads`: of q and k, None without a call."""
+    """Refuse a 4-D mask or bias that does not match sequences; `heads`: of q and k, None without a call."""
     first, by_position = 0 if packing == "none" else 1, ("max_seqlen_q", "max_seqlen_k")
     names: tuple[str, ...] = ("sequences", "heads", *by_position)
     rows: tuple[int, ...] = (1, spec.max_seqlen_q)
@@ -312,7 +312,7 @@ def check_scores(
         for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
         if dim in by_position and size > 1 and not is_named
     ]
-    # The error does not mention a dim without a name until all other dims fit.
+    # The error does not mention a dim without a name until all other dims are valid.
     without = {x.partition("=")[0] for x in unnamed}
     fits = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
     if not _fits(shape, fits):
@@ -329,7 +329,7 @@ def check_scores(
 def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:
     """Return whether each dim has one of its allowed sizes; () allows any."""
     for size, sizes in zip(shape, allowed, strict=True):
-        # Compared one by one: Dynamo finds no symbol in a tuple.
+        # A loop, because Dynamo does not support `in` for symbols.
         if sizes and not any([size == one for one in sizes]):
             return False
     return True

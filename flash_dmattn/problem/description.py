@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..definition import assume_constant
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
@@ -17,11 +19,11 @@ BiasClass = Literal["query", "key", "score"]
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"]
 # The layout of the sequences of a batch. Each is an entry of the batch, of full length ("dense") or used in part
 # ("padded"); or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also
-# beside packed queries ("paged_packed").
+# with packed queries ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
-# Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
+# Layouts in which q is a row of tokens, (1, Tq, Hq, D) for a backend; in "packed" k and v are, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
-# How q, k and v of a call arrive, and their gradients leave: (B, L, H, D), (B, H, L, D), or packed ones as (T, H, D).
+# The layout of q, k and v of a call, and of their gradients: (B, L, H, D), (B, H, L, D), or packed (T, H, D).
 Arrival = Literal["rows", "heads_first", "tokens"]
 # The packed dim of a mask or a bias: none, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
@@ -70,7 +72,7 @@ class SequenceSpec(NamedTuple):
         number: of sequences, S.
         rows_q, rows_k: rows of tokens where they are packed, Tq and Tk; else slots of a sequence, Lq and Lk.
         max_seqlen_q, max_seqlen_k: bounds on the lengths of sequences.
-        names_max: whether the caller has named each of the two.
+        names_max: whether the caller has passed each of the two bounds.
         page_size: keys of a page; 0 where keys are not in pages.
     """
 
@@ -112,22 +114,22 @@ class SequenceSpec(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """The checked flags and numbers of a call, made of `RawFlags`, and of its mask, bias and sequences.
+    """The checked flags and numbers of a call, from `RawFlags`, and from its mask, bias and sequences.
 
     Attributes:
         left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
         softmax_scale, softcap, deterministic: as in `attention`.
-        mask_repeat, bias_repeat: entry b of the batch reads entry `b // repeat % Bm` of Bm ones: see `leading.py`.
+        mask_repeat, bias_repeat: entry b of the batch has entry `b // repeat % Bm` of Bm entries: see `leading.py`.
         mask_packing, bias_packing: see `Packing`; with "none" there are entries for all sequences, or one.
-        dropout_p: where it is not 0 the call has a key of its dropout, too: see `flash_dmattn.reference.dropout`.
-        one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
-        zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
-            call are all there ("error") or get another value. "" without such a bias.
-        block_q, block_k, list_size: of a mask of lists: the queries that share a list, the keys of an entry, and the
-            entries of a list. 0 without lists.
-        chosen: whether the bias has a value for each entry of the lists, a `ListBias`.
-        allows_tf32: see the function `allows_tf32`. Both passes read it here: had torch's setting changed between them,
-            the backward pass would compute p of other scores than the lse of the forward pass.
+        dropout_p: if it is not 0 the call also has a dropout key: see `flash_dmattn.reference.dropout`.
+        one_mask_row: whether the mask has one row for all queries, as padding has, without the window.
+        zero, outside: of a bias by distance: the index of distance 0 in its values, and the rule for distances without
+            a value. "" without such a bias.
+        block_q, block_k, list_size: of a mask of lists: the queries of a list, the keys of an entry, and the entries of
+            a list. 0 without lists.
+        is_list_bias: whether the bias is a `ListBias`, one value for each entry of the lists.
+        allows_tf32: see the function `allows_tf32`. Both passes use it: if torch's setting changed between them, the
+            backward pass would compute p from other scores than the lse of the forward pass.
         max_scores, entropy: whether the forward pass returns them, in this order after out and lse.
         sequences: their layout.
     """
@@ -148,7 +150,7 @@ class Flags(NamedTuple):
     block_q: int = 0
     block_k: int = 0
     list_size: int = 0
-    chosen: bool = False
+    is_list_bias: bool = False
     allows_tf32: bool = False
     max_scores: bool = False
     entropy: bool = False
@@ -160,12 +162,12 @@ class Flags(NamedTuple):
 
 
 def bias_class(shape: Sequence[int], strides: Sequence[int] | None = None) -> BiasClass:
-    """Return the dims that a bias has values for: they decide how kernels read it and make its gradient.
+    """Return the dims that a bias has values for, which decide how kernels load it and compute its gradient.
 
     Args:
         shape: (batch, heads, seqlen_q, seqlen_k).
-        strides: of the bias, where it is read: a dim of stride 0 holds one value. Its gradient has the full shape,
-            so its class takes no strides.
+        strides: of the bias: a dim of stride 0 has one value. None for the gradient of a bias, which has the full
+            shape.
 
     >>> bias_class((1, 4, 1, 128)), bias_class((1, 4, 64, 128), (0, 8192, 128, 1)), bias_class((1, 4, 64, 1))
     ('key', 'score', 'query')
@@ -178,20 +180,20 @@ def bias_class(shape: Sequence[int], strides: Sequence[int] | None = None) -> Bi
 
 
 class TensorSpec(NamedTuple):
-    """Shape, strides (in elements) and dtype of a mask or a bias, read as (batch, heads, seqlen_q, seqlen_k)."""
+    """Shape, strides (in elements) and dtype of a mask or a bias, as (batch, heads, seqlen_q, seqlen_k)."""
 
     shape: Shape4
     strides: Shape4
     dtype: torch.dtype
 
     def broadcast(self) -> tuple[bool, bool, bool, bool]:
-        """Tell for each dim whether one element is read for every index: size 1, or an expanded stride of 0."""
+        """Return for each dim whether all indices have the same element: size 1, or an expanded stride of 0."""
         b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
         return b, h, i, j
 
     @property
     def bias_class(self) -> BiasClass:
-        """The dims that a bias has values for, as kernels read it."""
+        """The dims that a bias has values for: see the function `bias_class`."""
         return bias_class(self.shape, self.strides)
 
     def span(self) -> int:
@@ -202,7 +204,7 @@ class TensorSpec(NamedTuple):
 
 
 class AttentionProblem(NamedTuple):
-    """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
+    """Everything that a backend may base decisions on: sizes, strides, dtypes, device and flags of one call.
 
     It is hashable, prints as one line, and can be built for a GPU that this machine does not have, as
     `flash_dmattn.explain` does.
@@ -215,10 +217,11 @@ class AttentionProblem(NamedTuple):
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
             the call is its own. `bias` is None for the other kinds of bias:
         relative: the values of a bias by distance, (Bv, Hv, 1 or Lq, n).
-        chosen: the values of a bias of lists, (Bv, Hv, Lq or lists, entries).
-        is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
+        list_bias: the values of a `ListBias`, (Bv, Hv, Lq or lists, entries).
+        is_causal, window_size, flags, return_lse, return_probs, needs_grad: the settings of the call, and its needed
+            gradients.
         sink: the dtype of the sink.
-        elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
+        is_hypothetical: whether this machine has no GPU of the architecture, so that its libraries do not matter.
         arrival: see `Arrival`.
     """
 
@@ -245,10 +248,10 @@ class AttentionProblem(NamedTuple):
     return_probs: bool
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
-    elsewhere: bool = False
+    is_hypothetical: bool = False
     arrival: Arrival = "rows"
     relative: TensorSpec | None = None
-    chosen: TensorSpec | None = None
+    list_bias: TensorSpec | None = None
 
     @property
     def sequences(self) -> SequenceSpec | None:
@@ -291,27 +294,27 @@ class AttentionProblem(NamedTuple):
     @property
     def bias_tensor(self) -> TensorSpec | None:
         """The tensor of the bias, whether it has values by score, by distance or for entries of lists."""
-        return self.bias or self.relative or self.chosen
+        return self.bias or self.relative or self.list_bias
 
     def with_bias(self, bias: Tensor | None) -> AttentionProblem:
         """Describe the call with this tensor of a bias, of the kind that the flags name."""
-        spec, flags = None if bias is None else spec_of(bias), self.flags
-        relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
-        return replaced(self, bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
+        spec, flags = None if bias is None else tensor_spec(bias), self.flags
+        relative, list_bias = spec if flags.outside else None, spec if flags.is_list_bias else None
+        return replaced(self, bias=None if relative or list_bias else spec, relative=relative, list_bias=list_bias)
 
     @property
     def bias_class(self) -> BiasClass | None:
-        """The class of the bias, as kernels read it; None without a bias."""
+        """The class of the bias; None without a bias."""
         return None if self.bias is None else self.bias.bias_class
 
     @property
     def dbias_class(self) -> BiasClass | None:
-        """The class of the gradient of the bias; None where it is not needed."""
+        """The class of the gradient of the bias; None if it is not needed."""
         return None if self.bias is None or not self.needs_grad.bias else bias_class(self.bias.shape)
 
     @property
     def partly_shared(self) -> tuple[str, ...]:
-        """Name the mask and the bias where only some entries of the batch share one: see `Flags`."""
+        """Names of mask and bias that have neither one entry nor one for each entry of the batch: see `Flags`."""
         if self.sequences is not None:
             return ()
         specs = (("mask", self.mask), ("bias", self.bias_tensor))
@@ -319,7 +322,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def features(self) -> frozenset[str]:
-        """The arguments of `attention` that this call makes use of: see `FEATURES`."""
+        """The arguments of `attention` that this call uses: see `FEATURES`."""
         return frozenset(name for name, is_used in FEATURES.items() if is_used(self))
 
     def __str__(self) -> str:
@@ -337,7 +340,7 @@ class AttentionProblem(NamedTuple):
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("list bias", self.chosen, flags.bias_repeat, flags.bias_packing),
+            ("list bias", self.list_bias, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
                 parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
@@ -396,7 +399,7 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
     "lists": lambda p: p.mask_form == "lists",
-    "list_bias": lambda p: p.chosen is not None,
+    "list_bias": lambda p: p.list_bias is not None,
 }
 
 
@@ -444,7 +447,7 @@ def _pairs_below(seqlen_q: int, seqlen_k: int, diagonal: int) -> int:
 
 
 def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
-    """Return how many keys a query may attend at most.
+    """Return the maximum number of keys of a query.
 
     >>> keys_of_query(4096, (15, 0)), keys_of_query(4096, (15, -1))
     (16, 4096)
@@ -473,18 +476,15 @@ def device_arch(device: torch.device) -> str:
     return arch
 
 
+@assume_constant  # Dynamo cannot trace how torch reads the setting; it recompiles when the setting changes
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Return whether torch allows TF32 in matrix products of a dtype: only in fp32, and if its setting says so.
 
-    `torch.set_float32_matmul_precision("high")` or "medium" allows it, and so do newer settings. The function reads
-    `fp32_precision`, because the older `allow_tf32` raises once a newer one was used. Other dtypes skip the question,
-    which takes longer than all else in the key of a call.
+    `torch.set_float32_matmul_precision("high")` or "medium" allows it, and so do newer settings. The function uses
+    `fp32_precision`, because the older `allow_tf32` raises after a newer one was used. It does not query the setting
+    for other dtypes, because that takes longer than the rest of the key of a call.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-# Dynamo cannot trace how torch reads the setting. It compiles anew when the setting changes.
-setattr(allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no such attribute for mypy)
 
 
 def sm_number(arch: str) -> int | None:
@@ -493,9 +493,9 @@ def sm_number(arch: str) -> int | None:
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
+    """Return whether Hopper's TMA can load a 4-D tensor that starts on 16 bytes: it needs rows of unit stride.
 
-    A dim of size 1 among the first three never takes its stride.
+    The stride of a dim of size 1 among the first three does not matter.
     """
     units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
     return strides[3] == 1 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
@@ -505,7 +505,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def spec_of(x: Tensor) -> TensorSpec:
+def tensor_spec(x: Tensor) -> TensorSpec:
     return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
 
 
@@ -528,7 +528,7 @@ def describe_tensors(
 ) -> AttentionProblem:
     """Describe a call by its tensors, rows (B, L, H, D), and its checked numbers, with causality in the window.
 
-    Validation knows more: whether causality was asked for, and which results.
+    Validation then adds whether causality was requested, and which results are.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
@@ -564,10 +564,10 @@ def describe_tensors(
 
 
 def hinted(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem with the sizes of the call that is compiled in the place of symbols.
+    """Return the problem with hints, the sizes of the call that is compiled, instead of symbols.
 
-    A condition on a symbol becomes a guard: a graph is compiled anew where the condition holds no more, and
-    `torch.export` refuses a range that it divides. A condition on a hint does neither, so rules of speed ask for hints.
+    A condition on a symbol becomes a guard: a graph is recompiled if the condition no longer holds, and `torch.export`
+    refuses a range that it divides. A condition on a hint does neither, so speed rules use hints.
     """
     if not any(_may_be_symbol(size) for size in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)):
         return problem
@@ -576,7 +576,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
         mask=_hints(problem.mask, "shape", "strides"),
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
-        chosen=_hints(problem.chosen, "shape", "strides"),
+        list_bias=_hints(problem.list_bias, "shape", "strides"),
         flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "list_size")._replace(
             sequences=_hints(
                 problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"
@@ -594,12 +594,12 @@ def _hints(spec: Any, *fields: str) -> Any:
 
 
 def _may_be_symbol(size: int) -> bool:
-    # In code that Dynamo traces a symbol looks like an int; where a compiler runs code on fake tensors, it is a SymInt.
+    # A symbol is an int in code that Dynamo traces, and a SymInt in code that a compiler runs on fake tensors.
     return torch.compiler.is_compiling() or isinstance(size, torch.SymInt)
 
 
 def hint(size: int) -> int:
-    """Return a size, or the size of the call that is compiled where a compiler has a symbol for it."""
+    """Return a size, or for a symbol the size of the call that is compiled."""
     if not _may_be_symbol(size):
         return size
     from torch.fx.experimental import symbolic_shapes  # only a compiler needs it, and has imported it

@@ -1,4 +1,4 @@
-"""The tensors of one call, passed whole from the entry of a call to a kernel launch."""
+"""The tensors of one call, as one object from the entry of a call to a kernel launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class MaskChoice(NamedTuple):
-    """The form in which a bool mask is prepared, or the passes of a call read their mask.
+    """The form of a prepared mask, or of the mask for the passes of a call.
 
     Attributes:
         form: see `MaskForm`. A mask with one row for all queries has three prepared forms. Form "keys" is for kernels
@@ -61,9 +61,9 @@ class SequenceView(NamedTuple):
     """The bounds of S sequences, as kernels receive them.
 
     Attributes:
-        bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
-            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. They lie within q,
-            k and v, even if the caller's lengths do not.
+        bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The first
+            tokens are indices in a row of packed tokens, ascending, and 0 if queries or keys are not packed. They are
+            within q, k and v, even if the caller's lengths are not.
         block_table: int32 (S, P), whose entry j // page_size is the page of key j; None where keys are not in pages.
             Its entries may be wrong: kernels clamp them.
     """
@@ -147,7 +147,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that a backward pass reads: the inputs of its call, and out and lse as the forward pass made them."""
+    """The tensors for a backward pass: the inputs of its call, and out and lse of the forward pass."""
 
     inputs: Inputs
     out: Tensor
@@ -162,7 +162,7 @@ class Saved(NamedTuple):
 
 
 class RowEntropy(NamedTuple):
-    """The entropies of rows, as the forward pass made them, and their gradient: each like lse."""
+    """The entropies of rows of the forward pass, and their gradient, both shaped as lse."""
 
     values: Tensor
     gradient: Tensor
@@ -201,7 +201,7 @@ class SavedLayout(NamedTuple):
         return Saved(self.inputs(*inputs), out, lse)
 
 
-def saved_layout_of(p: AttentionProblem) -> SavedLayout:
+def make_saved_layout(p: AttentionProblem) -> SavedLayout:
     """Return the layout of the saved tensors of a class of calls, whose masks have the form that the problem names."""
     spec = p.sequences
     return SavedLayout(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0, p.flags.entropy)

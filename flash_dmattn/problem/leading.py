@@ -1,8 +1,8 @@
 """Fold dims into the 4 that kernels have: leading dims and the dim of `torch.vmap` into the batch, heads into rows.
 
 q, k and v (*batch, L, H, D) become (B, L, H, D), B the product of batch. A mask or a bias keeps a batch of its own, of
-Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. In a call with a batch of (B1, B2), a mask of
-(B1, 1) is read with repeat B2, a mask of (1, B2) with repeat 1.
+Bm entries: entry b of the call has entry `b // repeat % Bm` of it. In a call with a batch of (B1, B2), a mask of (B1,
+1) has repeat B2, a mask of (1, B2) has repeat 1.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided, check_values
-from .description import AttentionProblem, NeedsGrad, replaced, spec_of, unpacked_spec
+from .description import AttentionProblem, NeedsGrad, replaced, tensor_spec, unpacked_spec
 
 Dims = tuple[int, ...]
 
 
 class Repeats(NamedTuple):
-    """How many consecutive entries of a folded batch share one entry of the mask, and of the bias."""
+    """The number of consecutive entries of a folded batch with the same entry of the mask, and of the bias."""
 
     mask: int = 1
     bias: int = 1
@@ -119,9 +119,9 @@ def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Fold
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
     """Fold a tensor (*dims, ...) of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    A shared dim between two that are not has to be expanded: no number of repeats is right. Without `repeats` no part
-    of the batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0
-    count as size 1, so that none of them is copied.
+    A broadcast dim between two full ones has to be expanded, because no number of repeats is right. Without `repeats`
+    each entry of the batch needs its own entry, or all the same one. With `keeps_shape` each element has its own
+    gradient; else dims of stride 0 count as size 1, so that none of them is copied.
     """
     leading = len(batch)
     if not keeps_shape:
@@ -151,7 +151,7 @@ def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
-    """Expand the leading dims between full ones; return the dims and how often they repeat.
+    """Expand the leading dims between full ones; return the dims and the number of repeats.
 
     >>> _sharing((2, 1), (2, 5)), _sharing((1, 5), (2, 5)), _sharing((2, 1, 3, 1), (2, 5, 3, 4))
     (((2, 1), 5), ((1, 5), 1), ((2, 5, 3, 1), 4))
@@ -173,12 +173,12 @@ def _expanding(name: str, dims: Dims, expanded: Dims) -> str:
 
 
 def merge(x: Tensor, leading: int) -> Tensor:
-    """Merge so many leading dims into one: a view where they have one stride."""
+    """Merge this number of leading dims into one; a view if they have one stride."""
     return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
 
 
 def has_one_stride(x: Tensor, leading: int) -> bool:
-    """Return whether so many leading dims are one dim of one stride, so that `merge` is a view.
+    """Return whether this number of leading dims has one stride, so that `merge` is a view.
 
     >>> import torch
     >>> x = torch.zeros(2, 3, 5)
@@ -192,9 +192,10 @@ def has_one_stride(x: Tensor, leading: int) -> bool:
 
 
 def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
-    """Lay out a mask or a bias (B, heads, 1, keys) as if the heads of a group were rows of their key-value head.
+    """View a mask or a bias (B, heads, 1, keys) with the heads of a group as rows of their key-value head.
 
-    Kernels then read the keys once for all heads of a group. One with fewer heads than q holds for every row.
+    Kernels then load the keys once for all heads of a group. A tensor with fewer heads than q is the same for every
+    row.
 
     >>> import torch
     >>> heads_as_rows(torch.arange(4).view(1, 4, 1, 1), 4, 2).squeeze(3)
@@ -207,13 +208,13 @@ def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
 class MappedCall:
     """Fold the calls that `torch.vmap` maps into one call, with the mapped dim in front of their batch.
 
-    Tensors that are not mapped are shared: k and v are expanded over the mapped dim, a mask or a bias keeps its
+    Tensors that are not mapped are broadcast: k and v are expanded over the mapped dim, a mask or a bias keeps its
     entries. A bias that needs a gradient has one in each of the calls, so it is expanded, too.
 
-    Without `repeats` a part of the batch may not share an entry of a mask or a bias.
+    Without `repeats` each entry of the batch needs its own entry of a mask or a bias, or all the same one.
 
     Args:
-        size: how many calls there are.
+        size: the number of calls.
         in_dims, mask_dims: the mapped dim of q, k, v and bias, and of each tensor of the mask.
         mapped_problem, mapped_inputs, mapped_mask: of each of the calls.
         needs_grad: of the one call.
@@ -255,15 +256,15 @@ class MappedCall:
             ]
             mask, flags = [x for x, *_ in folded], replaced(flags, mask_repeat=folded[0].repeat)
             shape = (mask[0].shape[0], *mapped_problem.mask.shape[1:])
-            mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
+            mask_spec = tensor_spec(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
         folded_problem: AttentionProblem = replaced(
             mapped_problem,
             batch=size * mapped_problem.batch,
-            q_strides=spec_of(q).strides,
-            k_strides=spec_of(k).strides,
-            v_strides=spec_of(v).strides,
+            q_strides=tensor_spec(q).strides,
+            k_strides=tensor_spec(k).strides,
+            v_strides=tensor_spec(v).strides,
             mask=mask_spec,
             flags=flags,
             needs_grad=needs_grad,
@@ -280,14 +281,14 @@ class MappedCall:
         return x.view(self._size, self._batch, *x.shape[1:])
 
     def split_bias(self, dbias: Tensor) -> Tensor:
-        """Split the gradient of the folded bias to (size, Bb, ...), summed over what was expanded."""
+        """Split the gradient of the folded bias to (size, Bb, ...), summed over expanded dims."""
         dims, shape = self._folded_bias.dims, dbias.shape[1:]
         own = (self._size, 1, self._bias_batch, 1)
         summed = dbias.view(*dims, *shape).sum_to_size((*own, *shape))
         return summed.view(self._size, self._bias_batch, *shape).to(self._bias_dtype)
 
     def _shared(self, name: str, x: Tensor, dim: int | None, repeat: int, keeps_shape: bool, expand: bool) -> _Folded:
-        """Fold a mask or a bias; with `expand` also a shared one gets an entry for each of the calls."""
+        """Fold a mask or a bias; with `expand` one that is not mapped also gets an entry for each of the calls."""
         x = x[None] if dim is None else x.movedim(dim, 0)
         if expand:
             x = x.expand(self._size, *x.shape[1:])

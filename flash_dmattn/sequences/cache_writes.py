@@ -65,7 +65,7 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     if v_cache is not None or v is not None:  # None for only one is refused
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
     _check_tensors(tensors, sequences)
-    _, view = sequences.lay_out(k, k_cache, k_cache, names=("k", "k_cache", "k_cache"), rows="new tokens")
+    _, view = sequences.describe_with_view(k, k_cache, k_cache, names=("k", "k_cache", "k_cache"), rows="new tokens")
     _check_sizes(tensors)
     rows = {name: x.unsqueeze(0) if x.dim() == 3 else x for name, x in tensors.items()}
     write = CacheWrite(

@@ -26,8 +26,8 @@ from ..problem import (
 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
-# One object keeps up to this number of layouts, for example for caches of several lengths. A layout is int32 (S, 4).
-_MOST_LAYOUTS = 8
+# The most views that one object caches, for example for caches of several lengths; the bounds of each are int32 (S, 4).
+_MAX_VIEWS = 8
 _NAMES = ("q", "k", "v")
 
 
@@ -60,7 +60,7 @@ class Sequences:
     block_table: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    _layouts: dict[Any, tuple[list[Any], SequenceSpec, SequenceView]] = field(default_factory=dict, init=False)
+    _views: dict[Any, tuple[list[Any], SequenceSpec, SequenceView]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str):
@@ -212,7 +212,7 @@ class Sequences:
         return replace(self, **moved)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`. `_layouts` is left out: it is valid for the versions of these tensors only.
+        # For pickle, copy and `torch.save`. `_views` is left out: it is valid for the versions of these tensors only.
         tensors = (getattr(self, name) for name in _TENSORS)
         return Sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
 
@@ -221,7 +221,7 @@ class Sequences:
         bounds = f"max_seqlen_q={self.max_seqlen_q}, max_seqlen_k={self.max_seqlen_k}"
         return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
 
-    def spec(
+    def describe(
         self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> SequenceSpec:
         """Describe a call with these sequences.
@@ -238,7 +238,7 @@ class Sequences:
             check_tensor(name, x)
             if x.dim() != rank:
                 raise ValueError(
-                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
+                    f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; with "
                     f"{self.layout.partition('_')[0]} sequences it needs {rank}, {shape.format(rows)}"
                 )
         if self.device != q.device:
@@ -251,9 +251,9 @@ class Sequences:
         rows_k = k.shape[-3]
         if self.block_table is not None:
             rows_k = self.block_table.shape[1] * page_size if k.shape[0] > 0 else 0  # without pages there are no keys
-        return self.spec_of(rows_q, rows_k, page_size)
+        return self.describe_rows(rows_q, rows_k, page_size)
 
-    def spec_of(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
+    def describe_rows(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
         """Describe a call by the rows of q, `q.shape[-3]`, and of k (with pages, the keys in one row of the table)."""
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
@@ -267,7 +267,7 @@ class Sequences:
             page_size,
         )
 
-    def bounds_of(self, spec: SequenceSpec) -> Tensor:
+    def make_bounds(self, spec: SequenceSpec) -> Tensor:
         """Compute the bounds of a `SequenceView`, int32 (S, 4); they are within q, k and v whatever the tensors hold.
 
         It does not wait for a GPU, because no value is copied to the CPU.
@@ -281,53 +281,53 @@ class Sequences:
             return torch.stack((first, lengths, first, lengths), 1)
         return torch.stack((first, lengths, *_safe_bounds(*keys, spec.number, self.device)), 1)
 
-    def lay_out(
+    def describe_with_view(
         self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> tuple[SequenceSpec, SequenceView]:
-        """Describe a call as `spec` does, and make the tensors for kernels, or return the ones of an earlier layer.
+        """Describe a call as `describe` does; return also the tensors for kernels, if possible from an earlier layer.
 
         It does not wait for a GPU.
         """
         tensors = self._tensors
         first = tensors[0]
-        # Fake tensors have no values to compare. `spec` refuses wrong types.
+        # Fake tensors have no values to compare. `describe` refuses wrong types.
         is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        # A captured CUDA graph has to compute the layout from the tensors at every replay. A compiler cannot trace the
+        # A captured CUDA graph has to compute the view from the tensors at every replay. A compiler cannot trace the
         # check whether a capture is running.
         is_traced = not is_plain or torch.compiler.is_compiling()
         if is_traced or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
-            spec = self.spec(q, k, v, names=names, rows=rows)
-            return spec, self._laid_out(spec)
+            spec = self.describe(q, k, v, names=names, rows=rows)
+            return spec, self._make_view(spec)
         if is_of_transform(*tensors):
-            spec = self.spec(q, k, v, names=names, rows=rows)
-            return spec, self._checked_layout(spec, k, names)
+            spec = self.describe(q, k, v, names=names, rows=rows)
+            return spec, self._check_and_make_view(spec, k, names)
         # Tensors that inference mode makes cannot be saved for a backward pass.
         slot = (q.shape, k.shape, v.shape, q.device, torch.is_inference_mode_enabled())
-        kept = self._layouts.get(slot)
+        kept = self._views.get(slot)
         if kept is not None and _are_as_before(tensors, kept[0]):
             return kept[1:]
-        spec = self.spec(q, k, v, names=names, rows=rows)
+        spec = self.describe(q, k, v, names=names, rows=rows)
         with outside_of_transforms():
             states = list(map(_state, tensors))  # before values are used: a change in between is then noticed
-            view = self._checked_layout(spec, k, names)
-        if kept is None and len(self._layouts) >= _MOST_LAYOUTS:
-            for oldest in tuple(self._layouts)[:1]:  # a copy, because another thread may add one
-                self._layouts.pop(oldest, None)
-        self._layouts[slot] = states, spec, view
+            view = self._check_and_make_view(spec, k, names)
+        if kept is None and len(self._views) >= _MAX_VIEWS:
+            for oldest in tuple(self._views)[:1]:  # a copy, because another thread may add one
+                self._views.pop(oldest, None)
+        self._views[slot] = states, spec, view
         return spec, view
 
-    def _checked_layout(self, spec: SequenceSpec, k: Tensor, names: tuple[str, str, str]) -> SequenceView:
+    def _check_and_make_view(self, spec: SequenceSpec, k: Tensor, names: tuple[str, str, str]) -> SequenceView:
         if self.device.type == "cpu":
             self._check_values(spec, k.shape[0], names[:2])
-        return self._laid_out(spec)
+        return self._make_view(spec)
 
-    def _laid_out(self, spec: SequenceSpec) -> SequenceView:
+    def _make_view(self, spec: SequenceSpec) -> SequenceView:
         table = self.block_table
         if table is not None:
             table = table.to(torch.int32)
             # Kernels require unit stride in a row of the table.
             table = table if table.stride(1) == 1 else table.contiguous()
-        return SequenceView(self.bounds_of(spec), table)
+        return SequenceView(self.make_bounds(spec), table)
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
         """Check the values as a call on a CPU does, and refuse wrong ones; it waits for the device.
@@ -343,7 +343,7 @@ class Sequences:
         """
         spec, pages = None, 0
         if q is not None and k is not None:
-            spec, pages = self.spec(q, k, k), k.shape[0]
+            spec, pages = self.describe(q, k, k), k.shape[0]
         self._check_values(spec, pages)
 
     def _check_values(
@@ -365,18 +365,18 @@ class Sequences:
 torch.serialization.add_safe_globals([Sequences])  # `torch.load` calls it, see `__reduce__`
 
 
-def check_and_lay_out(
+def check_and_describe(
     sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
 ) -> tuple[SequenceSpec, SequenceView]:
-    """Check q, k, v and the mask of a call with sequences, and lay out the sequences."""
+    """Check q, k, v and the mask of a call with sequences; return the spec and the view of the sequences."""
     if not isinstance(sequences, Sequences):
         raise TypeError(
             f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences, as Sequences.packed "
             "makes one"
         )
     # Compared by identity: equal sizes do not imply equal values, and comparing values would wait for a GPU.
-    own = getattr(mask, "sequences", None)
-    if own is not None and own is not sequences:
+    prepared_for = getattr(mask, "sequences", None)
+    if prepared_for is not None and prepared_for is not sequences:
         raise ValueError(
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
             "sequences=mask.sequences, or prepare it anew"
@@ -384,7 +384,7 @@ def check_and_lay_out(
     for name, x in zip(_NAMES, (q, k, v), strict=True):
         if type(x) is not Tensor or x.layout is not torch.strided:
             check_strided(name, x)
-    return sequences.lay_out(q, k, v)
+    return sequences.describe_with_view(q, k, v)
 
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
@@ -517,12 +517,12 @@ class TokenPlaces(NamedTuple):
     """The sequence of each row of a tensor (S, L, ...) or (1, T, ...), with all rows flattened.
 
     Attributes:
-        own: int64 (rows,), the sequence; an arbitrary existing one for a row of no sequence.
+        sequence: int64 (rows,), the sequence; an arbitrary existing one for a row of no sequence.
         place: int64 (rows,), the index of the row in that sequence; negative or too large if it is no token of it.
         is_used: bool (rows,), whether the row is a token of the sequence.
     """
 
-    own: Tensor
+    sequence: Tensor
     place: Tensor
     is_used: Tensor
 
@@ -533,8 +533,8 @@ def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> To
     if is_packed:
         firsts = bounds[:, 0].long()
         # The last sequence that begins at or before the row: an empty one begins at the same row as the next.
-        own = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
-        place = row - firsts[own]
+        sequence = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
+        place = row - firsts[sequence]
     else:
-        own, place = row // rows, row % rows
-    return TokenPlaces(own, place, (place >= 0) & (place < bounds[own, 1]))
+        sequence, place = row // rows, row % rows
+    return TokenPlaces(sequence, place, (place >= 0) & (place < bounds[sequence, 1]))

@@ -375,7 +375,7 @@ class EventTimer:
         return [float(start.elapsed_time(stop)) for start, stop in events]
 
 
-def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
+def make_call(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
     """Make the arguments of the call of a row: random tensors, leaves with the gradients that the row needs.
 
     They are bf16 on GPUs and fp32 on CPUs.
@@ -413,9 +413,9 @@ def measure(
         seconds: approximate time for repetitions, compilation not included.
         device: where to run.
         timer: measures a function, see `Timer`.
-        shrink: as for `call_of`.
+        shrink: as for `make_call`.
     """
-    call = call_of(row, device, shrink)
+    call = make_call(row, device, shrink)
     (verdict,) = (verdict for verdict in explain(**call).verdicts if verdict.backend == backend)
     if verdict.reasons:
         return Figures(error=f"it refuses: {verdict.reasons[0].text}")

@@ -180,8 +180,8 @@ def message_of(raised: Exception) -> str:
 def fastest(times: Times) -> Sizes:
     """Return the tile to use: the first, from the tile table, unless it failed or another one is clearly faster."""
     known = {sizes: x for sizes, x in times.items() if isinstance(x, float)}
-    best, own = min(known, key=lambda sizes: known[sizes]), next(iter(times))
-    return own if known.get(own, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
+    best, default = min(known, key=lambda sizes: known[sizes]), next(iter(times))
+    return default if known.get(default, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
 
 
 def table(timed: Mapping[str, Times]) -> str:
@@ -208,7 +208,7 @@ def preferring(name: str, sizes: Sizes) -> Iterator[None]:
         preferred_tiles.prefer(profiles.tiles_in_force)
 
 
-def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str, Any]:
+def make_call(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str, Any]:
     """Make the arguments of the call of a class: random tensors in bf16.
 
     Args:
@@ -233,7 +233,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
     return call
 
 
-def pass_of(each: TileClass, call: Mapping[str, Any], backend: BackendName) -> Callable[[], tuple[Tensor, ...]]:
+def make_pass(each: TileClass, call: Mapping[str, Any], backend: BackendName) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs the pass of a call with the kernel of a class, and returns its results."""
 
     def forward() -> tuple[Tensor, ...]:
@@ -256,19 +256,19 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
     Errors are differences from eager PyTorch in fp32. A tile is right if its error is at most RATIO times the error of
     the first tile, plus FLOOR. After a tile that made the GPU unusable, the remaining tiles get no verdict.
     """
-    call = call_of(each, device, shrink)
+    call = make_call(each, device, shrink)
     exact_call = dict(call)
     for name, x in call.items():
         if isinstance(x, Tensor):
             exact_call[name] = x.detach().float().requires_grad_(x.requires_grad)
-    exact = [x.detach() for x in pass_of(each, exact_call, "eager")()]
+    exact = [x.detach() for x in make_pass(each, exact_call, "eager")()]
     verdicts: Verdicts = {}
     limits: list[float] = []
     run: Callable[[], tuple[Tensor, ...]] | None = None
     for sizes in candidates:
         try:
             with preferring(each.name, sizes):
-                run = run or pass_of(each, call, "triton")
+                run = run or make_pass(each, call, "triton")
                 errors = [error(x.detach(), y) for x, y in zip(run(), exact, strict=True)]
         except Exception as raised:  # any failure of a tile is a result here
             verdicts[sizes] = message_of(raised)
@@ -301,7 +301,7 @@ class Passes:
     def __call__(self, each: TileClass, sizes: Sizes, seconds: float) -> float:
         with preferring(each.name, sizes):
             if each != self.each:
-                self.run = pass_of(each, call_of(each, self.device, self.shrink), "triton")
+                self.run = make_pass(each, make_call(each, self.device, self.shrink), "triton")
                 self.each = each
             self.run()
             return self.timer(self.run, seconds)

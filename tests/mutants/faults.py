@@ -86,7 +86,7 @@ _PYTHON = (
     ),
     # The second of two features
     Fault(
-        "keys follow an order beside dropout",
+        "keys follow an order with dropout",
         "flash_dmattn/backends/mask_choice.py",
         "return problem.dropout_p == 0 and not reads_scores(problem)",
         "return not reads_scores(problem)",
@@ -95,8 +95,8 @@ _PYTHON = (
     Fault(
         "gradients of keys that ranks read of each other are summed in 16 bits",
         "flash_dmattn/distributed/exchange.py",
-        "rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)",
-        "rows, dtype = length_of(moves.own), tensors[0].dtype",
+        "rows, dtype = length_of(moves.local), sum_dtype(tensors[0].dtype)",
+        "rows, dtype = length_of(moves.local), tensors[0].dtype",
         ("tests/test_distributed_slices.py::test_gradients_of_all_ranks_are_added_in_fp32[True]",),
     ),
     Fault(
@@ -157,7 +157,7 @@ _PYTHON = (
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     Fault(
-        "triton: lists beside sequences name keys of all tokens",
+        "triton: lists with sequences name keys of all tokens",
         "flash_dmattn/backends/triton/lists.py",
         "keys = keys + first",
         "pass",
@@ -178,7 +178,7 @@ _PYTHON = (
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     Fault(
-        "causality of lists beside sequences aligns the first query with the first key",
+        "causality of lists with sequences aligns the first query with the first key",
         "flash_dmattn/masks/prepared/lists.py",
         "diagonal, (left, right) = place + seqlen_k - seqlen_q, window",
         "diagonal, (left, right) = place, window",
@@ -230,7 +230,7 @@ _PYTHON = (
     Fault(
         "heads of another group share a column",
         "flash_dmattn/statistics.py",
-        "own.repeat(num_heads // columns, 1)",
+        "one_hot.repeat(num_heads // columns, 1)",
         "own.repeat_interleave(num_heads // columns, 0)",
         (f"{_STATISTICS}test_key_sums_of_random_calls[q]",),
     ),
@@ -407,7 +407,7 @@ _PYTHON = (
     ),
     Fault(
         "values made of tensors are kept inside of a transform",
-        "flash_dmattn/remembered.py",
+        "flash_dmattn/caches.py",
         "if is_transformed() or not all(",
         "if not all(",
         (f"{_KEPT}[copies-jvp]",),
@@ -838,7 +838,7 @@ _PYTHON = (
     Fault(
         "entries of lists count from the first of all keys in a slice",
         "flash_dmattn/distributed/slices.py",
-        "torch.where(seen, own - first, -1)",
+        "torch.where(seen, blocks - first, -1)",
         "torch.where(seen, own, -1)",
         ("tests/test_distributed_slices.py::test_lists_of_ranks_are_those_of_the_whole_call[blocks0-2]",),
     ),
@@ -895,7 +895,7 @@ _TRITON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[great]",),
     ),
     Fault(
-        "triton: shares of the keys leave out far blocks beside a bias by distance",
+        "triton: shares of the keys leave out far blocks with a bias by distance",
         "triton_kernels/forward.py",
         "near if phase == INSIDE else inside",
         "2 * near if phase == INSIDE else inside",
@@ -944,7 +944,7 @@ _TRITON = (
         ("tests/test_triton_sequences.py::test_sums_of_short_sequences_are_as_long_as_the_row_of_a_fragment",),
     ),
     Fault(
-        "TF32 products sum over 16 queries beside a bool mask and dropout",
+        "TF32 products sum over 16 queries with a bool mask and dropout",
         "triton_kernels/plan.py",
         "tile = tile._replace(block_m=LEAST_LONG_RUNS,",
         "tile._replace(block_m=LEAST_LONG_RUNS,",
@@ -1003,7 +1003,7 @@ _TRITON = (
     Fault(
         "fp32: forward mode has the word of kernels that make pieces",
         "triton_kernels/plan_tangents.py",
-        "whole_precision(x.q.dtype, call.arch, call.allows_tf32)",
+        "unsplit_precision(x.q.dtype, call.arch, call.allows_tf32)",
         "call.precision",
         ("tests/test_triton_gpus.py::test_forward_mode_makes_no_pieces", _FORWARD_MODE),
     ),

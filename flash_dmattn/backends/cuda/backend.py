@@ -70,9 +70,9 @@ BACKEND = Backend(
     probe=probe,
     notes=_notes,
     mask_forms=frozenset({"tiles", "intervals"}),
-    # With one query the heads of a group become rows of one tile, and their mask is packed after that.
+    # With one query, the mask is packed later, because the heads of a group become rows of one tile.
     reads_dense=lambda problem, direction: direction == "forward" and has_group_rows(problem),
-    # Tokens without views; no pass takes head-first tensors.
+    # Passes take tokens without views, but not head-first tensors.
     takes_fresh=takes_fresh,
     reads_as_arrived=lambda problem, direction: (
         problem.arrival == "tokens" and accepts_packed_layout(problem, direction)

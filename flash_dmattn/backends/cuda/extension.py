@@ -1,4 +1,4 @@
-"""The compiled extension flash_dmattn._C: finds it, reads what it was built for, and imports it if that fits."""
+"""The compiled extension flash_dmattn._C: finds it, checks the record of its build, and imports it if that matches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NotBuilt(NamedTuple):
 
 
 def not_built() -> NotBuilt | None:
-    """Return why this installation has no extension, as its build recorded it; None without a record."""
+    """Return why this installation has no extension, from the record of its build; None without a record."""
     if not _NOT_BUILT.is_file():
         return None
     reason, _, output = _NOT_BUILT.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -49,7 +49,7 @@ def find() -> Path | None:
 
 
 def build_info(path: Path) -> dict[str, Any]:
-    """Read what an extension was built from and for out of its file, without loading it.
+    """Read the record of the build of an extension from its file, without loading it.
 
     Args:
         path: the file, as `find` returns it.
@@ -84,7 +84,7 @@ def mismatch(info: dict[str, Any]) -> str:
 
     if info["version"] != __version__:
         return f"it was built for flash_dmattn {info['version']}, and this is {__version__}"
-    # Compare releases only: a nightly build of the target sorts before the target, but is as good.
+    # Compare releases only: a nightly build of the target sorts before the target, but can load it, too.
     if Version(torch.__version__).release < Version(info["torch_target"]).release:
         return f"it needs torch {info['torch_target']} or later, and this is {torch.__version__}"
     if torch.version.cuda is None:
@@ -93,7 +93,7 @@ def mismatch(info: dict[str, Any]) -> str:
 
 
 def load() -> ModuleType:
-    """Import the extension, which registers its operators, if the record of its build fits."""
+    """Import the extension, which registers its operators, if the record of its build matches."""
     path = find()
     if path is None:
         raise ModuleNotFoundError(f"the CUDA extension {NAME} is not in this installation", name=NAME)

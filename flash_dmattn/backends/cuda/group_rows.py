@@ -1,4 +1,4 @@
-"""Few queries: the query heads of a group become rows of one tile, so that their keys are read once."""
+"""Short calls: the query heads of a group become rows of one tile, so that keys are loaded once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
+from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, tensor_spec
 from ...problem.inputs import Inputs
 from ..mask_choice import prepared_form, view_of
 from .operands import Attend
@@ -30,18 +30,18 @@ def keys_in_sight(seqlen_k: int, window: tuple[int, int]) -> tuple[int, int]:
 
 
 def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    """Plan a call of one query as one of G queries on the key-value heads, one for each head of a group: by views."""
+    """Plan a call of one query as one with G queries on the key-value heads, one for each head of a group, by views."""
     first, stop = keys_in_sight(p.seqlen_k, p.window)
     heads, heads_k = p.num_heads, p.num_heads_k
 
     def scores(x: Tensor) -> Tensor:
-        """View a mask or a bias, for the keys in sight."""
+        """View a mask or a bias, for the visible keys."""
         return heads_as_rows(x[..., first:stop] if x.shape[3] > 1 else x, heads, heads_k)
 
     def spec(x: TensorSpec | None) -> TensorSpec | None:
         if x is None:
             return None
-        return spec_of(scores(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")))
+        return tensor_spec(scores(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")))
 
     batch, _, head, value = p.q_strides
     rows = p._replace(
@@ -90,17 +90,17 @@ def as_rows(
 
 
 # More than 64 queries fill a tile without the other heads of the group. More than 32 fill the rows of a consumer
-# warpgroup: the only gain then is that keys are read less often, which pays where they are many.
+# warpgroup: the only gain then is that keys are loaded less often, which matters for long sequences.
 _MOST_QUERIES, _FULL_QUERIES, MANY_KEYS = 64, 32, 1024
 # The kernel's limit: the 64 rows of a consumer warpgroup are whole queries.
 _MOST_SHIFT = 6
-# Values of k and v in sight. Fewer stay in L2, where reading them for each head costs less than more KV splits would.
-# Tests set this and MANY_KEYS to 0.
+# The least number of visible values of k and v. Below it they stay in L2, where loading them for each head is faster
+# than more KV splits. Tests set this and MANY_KEYS to 0.
 LEAST_KEYS = 1 << 24
 
 
 def group_shift(p: AttentionProblem) -> int:
-    """Return s where the kernel makes rows of 2^s heads of a group, for each of a few queries, else 0."""
+    """Return s if 2^s heads of a group become rows of a tile, for each query; else 0."""
     group = p.num_heads // max(1, p.num_heads_k)
     plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None and p.dropout_p == 0
     if not (plain and 1 < p.seqlen_q <= _MOST_QUERIES and group > 1):

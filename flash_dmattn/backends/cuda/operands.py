@@ -1,8 +1,8 @@
-"""The operators of the extension, and the tensors that they read: copies of those whose rows TMA cannot read.
+"""The operators of the extension, and their operands, which are copied if TMA cannot load their rows.
 
-A bias of one value per query and key is copied where it is small and batch entries share it, which costs little: one
-head of a window of 49 keys has 5 KB. One with a value for each score is copied where rows are short. A larger one never
-is, because the copy would double its memory.
+A bias of one value per query and key is copied if it is small and the same for all batch entries. One head of a window
+of 49 keys has 5 KB. A bias with a value for each score is copied if rows are short. A larger bias is never copied,
+because the copy would double its memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kernels() -> Kernels:
 
 
 def readable_rows(x: Tensor) -> Tensor:
-    """Return a tensor (B, L, H, D) that TMA can read: x itself, or a contiguous copy."""
+    """Return a tensor (B, L, H, D) that TMA can load: x itself, or a contiguous copy."""
     is_readable = x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
     return x if is_readable else x.clone(memory_format=torch.contiguous_format)
 
@@ -61,13 +61,13 @@ def reader(
     return read
 
 
-COLUMNS = 8  # rows of 16-bit values start on 16 bytes, at which they are read and written, if this divides their length
-_SHARED_COPY_RATIO = 4  # a copy of a shared bias is small if q, k, v and out have so many times its values
-_MAX_COPY_RATIO = 4  # a bias with a value for each score is copied if it has at most so many times their values
+COLUMNS = 8  # rows of 16-bit values are aligned to 16 bytes if this divides their length
+_SHARED_COPY_RATIO = 4  # a shared bias is copied if q, k, v and out have at least this multiple of its values
+_MAX_COPY_RATIO = 4  # a bias with a value for each score is copied if it has at most this multiple of their values
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether TMA can read tiles of a bias that starts on 16 bytes; a dim of stride 0 counts as size 1."""
+    """Return whether TMA can load tiles of a bias that starts on 16 bytes; a dim of stride 0 counts as size 1."""
     held = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
     return fits_tma(held, strides, itemsize)
 
@@ -82,7 +82,7 @@ def _padded(keys: int) -> int:
 
 
 def _is_small_and_shared(p: AttentionProblem) -> bool:
-    """Return whether all batch entries share a bias whose copy is small compared with q, k, v and out together."""
+    """Return whether a bias is the same for all batch entries, and small compared with q, k, v and out together."""
     assert p.bias is not None
     shape, strides, _ = p.bias
     if p.batch == 1 or not (shape[0] == 1 or strides[0] == 0):
@@ -95,9 +95,9 @@ def _operand_values(p: AttentionProblem) -> int:
 
 
 def _has_short_rows(p: AttentionProblem) -> bool:
-    """Return whether a bias has a value for each score, and rows so short that a copy is not far larger than q to out.
+    """Return whether a bias has a value for each score, and rows so short that a copy is cheap next to q, k, v and out.
 
-    Graphs and molecules have such a bias. Reading it value by value takes longer than the copy.
+    Graphs and molecules have such a bias. Loading it value by value takes longer than the copy.
     """
     assert p.bias is not None
     shape, strides, _ = p.bias
@@ -106,7 +106,7 @@ def _has_short_rows(p: AttentionProblem) -> bool:
 
 
 def copies_bias(p: AttentionProblem) -> bool:
-    """Return whether the backend copies the bias of a call because of its strides, and reads tiles of the copy."""
+    """Return whether the backend copies the bias of a call because of its strides, to load tiles of the copy."""
     if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
         return False
     pays = _is_small_and_shared(p) or _has_short_rows(p)
@@ -114,9 +114,9 @@ def copies_bias(p: AttentionProblem) -> bool:
 
 
 def forward_copies_bias(p: AttentionProblem) -> bool:
-    """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
+    """Return whether the forward pass also uses tiles of a copy, instead of loading the bias value by value.
 
-    Narrow heads have kernels of more rows with tiles. With a mask, a copy would have values of hidden keys.
+    For small head dims, kernels with tiles have more rows. With a mask, a copy would include values of hidden keys.
     """
     if not copies_bias(p):
         return False
@@ -132,12 +132,12 @@ def copies_scores(p: AttentionProblem) -> bool:
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
-    """Return whether rows of dbias may have any length, because dbias is copied out of a padded buffer or of sums."""
+    """Return whether rows of dbias may have any length, because dbias is copied from a padded buffer or from sums."""
     return p.bias is not None and ((p.bias.shape[0] == 1 and _is_small_and_shared(p)) or pads_dbias(p))
 
 
 def pads_dbias(p: AttentionProblem) -> bool:
-    """Return whether the main kernel stores a dbias whose rows are no multiple of 16 bytes into longer rows."""
+    """Return whether the main kernel stores dbias into padded rows, because its rows are no multiple of 16 bytes."""
     if p.bias is None or p.seqlen_k % COLUMNS == 0 or p.softcap > 0 or p.dropout_p > 0:
         return False
     return _has_short_rows(p)
@@ -164,7 +164,7 @@ def copy_note(p: AttentionProblem) -> str:
 
 
 def readable(bias: Tensor) -> Tensor:
-    """Return a bias that kernels can read: one of one value per query and key is copied if TMA cannot read it."""
+    """Return a bias for the kernels: one of one value per query and key is copied if TMA cannot load it."""
     shape, strides = bias.shape, bias.stride()
     if bias_class(shape, strides) != "score":
         return bias
@@ -184,9 +184,9 @@ def bias_reader(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
 
 
 def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that makes a bias readable for the forward pass, or None.
+    """Return the function that prepares a bias for the forward pass, or None.
 
-    Kernels without dropout can read a bias value by value, and do so with a large one. Kernels with dropout cannot.
+    Kernels without dropout can load a bias value by value, and do so if it is large. Kernels with dropout cannot.
     """
     if p.bias is None or p.bias_class != "score":
         return None
@@ -197,8 +197,8 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
     """Return whether kernels can write a dbias of one value per query and key into rows of a larger tensor.
 
-    Only the main kernel can, by TMA. It takes a bias with a value for each entry and head, without softcap or dropout.
-    Other kernels want a contiguous dbias.
+    Only the main kernel can, by TMA. It supports a bias with a value for each entry and head, without softcap or
+    dropout. Other kernels need a contiguous dbias.
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):
         return False

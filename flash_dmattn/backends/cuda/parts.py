@@ -1,9 +1,8 @@
-"""Computes calls whose mask or bias is shared by a part of the batch, part by part.
+"""Computes calls in which only some entries of the batch have the same mask or bias, part by part.
 
-With batch dims (B1, B2), a bias may have batch dims (B1, 1) or (1, B2). The kernels read either one entry of a mask or
-a bias for all entries of the batch, or one for each. So each of the B1 runs of B2 entries is computed as a call of its
-own: in it either all entries share one, or each has one. This module calls a run a part. `Flags` tells which entry is
-read.
+With batch dims (B1, B2), a bias may have batch dims (B1, 1) or (1, B2). The kernels support one entry of a mask or a
+bias for all entries of the batch, or one for each. So each of the B1 runs of B2 entries, a part, is computed as a
+separate call, in which one of these holds. `Flags` tells which entry of the mask or bias is used.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Differentiate(Protocol):
 
 
 class Part(NamedTuple):
-    """A run of entries of the batch, and the entries of mask and bias that it reads."""
+    """A run of entries of the batch, and its entries of mask and bias."""
 
     batch: slice
     mask: slice
@@ -52,7 +51,7 @@ class Part(NamedTuple):
 
 
 def part_size(p: AttentionProblem) -> int:
-    """Return how many entries of the batch a part has: all of them, unless some share a mask or a bias."""
+    """Return the number of entries of a part: the whole batch, unless only some of them have the same mask or bias."""
     if not p.partly_shared:
         return p.batch
     return _size(p.batch, *_shared(p))
@@ -63,7 +62,7 @@ def _shared(p: AttentionProblem) -> tuple[tuple[int, int], tuple[int, int]]:
     return (entries[0], p.flags.mask_repeat), (entries[1], p.flags.bias_repeat)
 
 
-def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
+def _split(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
     size, shared = part_size(p), _shared(p)
     parts = [
         Part(slice(first, first + size), *(_read(*one, first, size, p.batch) for one in shared))
@@ -80,9 +79,9 @@ def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
     if p.dropout_p > 0:
-        return "this backend takes 1 or all beside dropout, which goes by the number of an entry"
+        return "this backend takes 1 or all with dropout, which goes by the number of an entry"
     if p.relative is not None:
-        return "this backend takes 1 or all beside a bias by distance"
+        return "this backend takes 1 or all with a bias by distance"
     if direction == "forward":
         return ""
     if p.needs_grad.sink:
@@ -91,7 +90,7 @@ def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
         return ""
     entries, repeat = p.bias.shape[0], p.flags.bias_repeat
     if entries == p.batch or (entries * repeat == p.batch and repeat == part_size(p)):
-        return ""  # only one part of the batch reads each entry of the bias
+        return ""  # each entry of the bias is used by one part of the batch
     return "this backend takes 1 or all where the gradient of bias is needed, and several parts of the batch share it"
 
 
@@ -103,7 +102,7 @@ def part_notes(p: AttentionProblem) -> tuple[str, ...]:
 
 
 def _size(batch: int, *shared: tuple[int, int]) -> int:
-    """Return the length of the longest runs that share an entry of each tensor, or have one each.
+    """Return the length of the longest runs with one entry of each tensor for all, or one for each entry.
 
     `shared` has the entries and the repeat of each tensor.
     """
@@ -112,7 +111,7 @@ def _size(batch: int, *shared: tuple[int, int]) -> int:
 
 
 def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice:
-    """Return the entries of a mask or a bias that the part of the batch from entry `first` on reads."""
+    """Return the entries of a mask or a bias for the part of the batch from entry `first` on."""
     if entries == 1:
         return slice(0, 1)
     if entries == batch:
@@ -122,7 +121,7 @@ def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice
 
 
 def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    problem, parts = _parts_of(p)
+    problem, parts = _split(p)
     attend = plan(problem)
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -133,7 +132,7 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
 
 
 def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Backward:
-    problem, parts = _parts_of(p)
+    problem, parts = _split(p)
     differentiate = plan(problem)
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:

@@ -1,4 +1,4 @@
-"""Plans both passes of calls without sequences: the problem of a class of calls is enough, and the passes then run."""
+"""Plans both passes of calls without sequences from the problem of a class of calls."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from .operands import (
 )
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
-# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
-# Tests set other numbers, to cover on small shapes what large ones do.
+# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split. Tests
+# set other numbers, to cover with small shapes the code for large ones.
 NUM_KV_SPLITS = 0
-# Number of work tiles that share a tile of a dbias (csrc/api/backward_schedule.h): 0 lets the operator choose.
+# Number of work tiles for each tile of dbias (csrc/api/backward_schedule.h): 0 lets the operator choose.
 NUM_DBIAS_CHUNKS = 0
 # Codes of `Flags.outside` in the extension (csrc/api/call.h): 0 without a bias by distance, 1 for the first or
 # last value, 2 for the value 0.
@@ -65,7 +65,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def _plan_attend(p: AttentionProblem) -> Attend:
-    """Plan what writes out and lse."""
+    """Plan the function that writes out and lse."""
     if part_size(p) != p.batch:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
@@ -99,7 +99,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
 
 def takes_fresh(p: AttentionProblem) -> bool:
-    """Return whether the forward pass reads its mask once, and the packer can read k and v of a class of calls."""
+    """Return whether the forward pass uses its mask once, and the packer supports k and v of a class of calls."""
     fits = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
     return fits and has_pairs(p) and not has_group_rows(p) and part_size(p) == p.batch
 
@@ -118,7 +118,7 @@ def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tens
 
     read_intervals = interval_walk(p)
 
-    # Kernels with a bias of one value per score read bits and no bounds, and keys in no order.
+    # Kernels with a bias of one value per score need bits, not bounds, and keys in their original order.
     def read_bits(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, None]:
         bounds, row_lists, col_lists, _ = read_intervals(mask)
         return kernels().interval_bits(bounds, p.seqlen_q), row_lists, col_lists, None
@@ -137,7 +137,7 @@ def _in_order(
     order: Tensor,
     gathered: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bring k, v and a bias into an order of keys; `gathered` has them where that is done.
+    """Copy k, v and a bias into an order of keys, unless `gathered` already has the copies.
 
     The bias has one value per key if `has_keys`.
     """
@@ -148,11 +148,11 @@ def _in_order(
     return k, v, bias
 
 
-class _ByPlace:
-    """Gradients of a call whose order has fewer places than keys: one for each live key, and a few more.
+class _Reordered:
+    """Gradients of a call that runs only on its live keys, padded to a multiple of the block size.
 
-    The kernels compute a call with as many keys as there are places, in the order of places. `move` writes their
-    results to the keys that have these places, and zeros to all other keys.
+    The kernels have the keys in the order of the mask, without most of the dead keys. `move` copies their results to
+    the original positions, and sets the gradients of all other keys to zero.
 
     Attributes:
         results: the order, dk, dv and the sums of dbias that the kernels get.
@@ -160,10 +160,10 @@ class _ByPlace:
 
     def __init__(self, order: Tensor, dk: Tensor | None, dv: Tensor | None, sums: Tensor | None) -> None:
         places = order.shape[2]
-        own = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
+        identity = torch.arange(places, dtype=torch.int32, device=order.device).expand(order.shape).contiguous()
         by_place = [None if x is None else x.new_empty((x.shape[0], places, *x.shape[2:])) for x in (dk, dv)]
         self.results: tuple[Tensor | None, ...] = (
-            own,
+            identity,
             *by_place,
             None if sums is None else sums.new_zeros((*sums.shape[:2], places)),
         )
@@ -257,7 +257,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
                 if p.deterministic and dq is None:
                     summed_q = empty_gradient(q)  # the kernel fixes the order of all sums by the order of dq's
                 if order.shape[2] < p.seqlen_k:
-                    by_place = _ByPlace(order, dk, dv, sums)
+                    by_place = _Reordered(order, dk, dv, sums)
                     results = by_place.results
             tensors = (dout, dlse, q, k, v, walked, results[0], read, out, lse_read)
             differentiate(*tensors, summed_q, *results[1:3], stored, results[3], delta, *numbers, *chunks)
@@ -266,7 +266,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
         elif delta is not None:
             nothing = (None, None, None, None, None)
             tensors = (dout, dlse, q, k, v, walked, None, None, out, lse_read)
-            differentiate(*tensors, *nothing, delta, *numbers, *chunks[:3], 0, 0)  # delta is that of any bias
+            differentiate(*tensors, *nothing, delta, *numbers, *chunks[:3], 0, 0)  # delta is the same as for any bias
         dbias = stored
         if pads and allocate_bias is not None and bias is not None and stored is not None:
             dbias = copy_unpadded(allocate_bias(bias), stored)

@@ -1,4 +1,4 @@
-"""The rules of the cuda backend: which calls its kernels take, which kernels are built, and when auto takes triton."""
+"""The rules of the cuda backend: the calls that its kernels support, the built kernels, and when auto uses triton."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import torch
 
+from ...definition import assume_constant
 from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, fits_tma, keys_of_query
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
@@ -14,7 +15,7 @@ from .group_rows import group_shift
 from .operands import COLUMNS, copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
-# (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
+# (head_dim, head_dim_v) that kernels are compiled for; a call uses the first pair that is large enough.
 INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 SEQUENCES_INSTANCES = ((64, 64), (128, 128))  # for both passes of calls with sequences
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -31,30 +32,27 @@ def installed_instances() -> frozenset[str] | None:
         return None
 
 
+@assume_constant  # it reads a file
 def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the head dims that calls of this dtype can have. The `dtype` rule refuses unsupported dtypes."""
-    return _dims_of(installed_instances(), dtype)
+    return _head_dims(installed_instances(), dtype)
 
 
 @cache
-def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+def _head_dims(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if instances is None or dtype not in _DTYPES:
         return INSTANCES
     name = _DTYPES[dtype]  # the kernels of both passes are built together
     return tuple((d, d_v) for d, d_v in INSTANCES if f"forward_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
+@assume_constant  # it reads a file
 def _sequence_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return the head dims that calls with sequences of this dtype can have; both passes are built together."""
     instances = installed_instances()
     if instances is None or dtype not in _DTYPES:
         return SEQUENCES_INSTANCES
     return tuple((d, dv) for d, dv in SEQUENCES_INSTANCES if f"forward_sequences_d{d}_{_DTYPES[dtype]}" in instances)
-
-
-# These read a file, which torch.compile cannot trace; see `registry.works`.
-setattr(_sequence_dims, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _instance(p: AttentionProblem) -> tuple[int, int] | None:
@@ -76,7 +74,7 @@ def _bias(p: AttentionProblem) -> TensorSpec:
 
 
 def _reads_tiles(p: AttentionProblem) -> bool:
-    """Return whether TMA reads the bias, or a copy of it; True without a bias."""
+    """Return whether TMA can load the bias, or a copy of it; True without a bias."""
     if p.bias is None:
         return True
     return fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize) or copies_bias(p)
@@ -176,7 +174,7 @@ _RULES: tuple[Rule, ...] = (
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
         lambda p: (
-            f"bias has shape {tuple(_bias(p).shape)} beside lists; kernels that read a value for any query and key "
+            f"bias has shape {tuple(_bias(p).shape)} with lists; kernels that read a value for any query and key "
             "need a bit for every pair"
         ),
         'use backend="eager"',
@@ -186,7 +184,7 @@ _RULES: tuple[Rule, ...] = (
         "tile_bias_dtype",
         lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: (
-            f"bias has dtype {dtype_name(_bias(p).dtype)} beside {dtype_name(p.dtype)}; "
+            f"bias has dtype {dtype_name(_bias(p).dtype)} with {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
         hint=f"cast bias, or {_PAIR}",
@@ -237,10 +235,10 @@ _RULES: tuple[Rule, ...] = (
         example={"q": (2, 4096, 16, 96), **_RELATIVE},
     ),
     Rule(
-        "relative_beside",
+        "relative_combination",
         lambda p: p.relative is None or (p.dropout_p == 0 and p.sequences is None),
         lambda p: (
-            "bias is by distance beside "
+            "bias is by distance with "
             + (f"{p.batch} sequences" if p.dropout_p == 0 else f"dropout_p, which is {p.dropout_p}")
         ),
         'use backend="triton"',
@@ -263,10 +261,10 @@ _RULES: tuple[Rule, ...] = (
         example={"q": (2, 4096, 16, 128), "dropout_p": 0.1},
     ),
     Rule(
-        "dropout_beside",
+        "dropout_combination",
         lambda p: p.dropout_p == 0 or (p.softcap == 0 and p.sequences is None),
         lambda p: (
-            f"dropout_p is {p.dropout_p} beside " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
+            f"dropout_p is {p.dropout_p} with " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
         ),
         'use backend="triton"',
         example={"dropout_p": 0.1, "softcap": 30.0},
@@ -285,14 +283,14 @@ _RULES: tuple[Rule, ...] = (
 )
 
 # Where the triton kernels are faster: docs/notes/cuda_rules.md has the figures of each bound. The kernels of cuda are
-# persistent: they start later, and no two SMs share a row, so they need work for all SMs.
+# persistent: they start later, and each row is computed by one SM, so they need work for all SMs.
 
-_LONG = 4096  # keys: from so many on, blocks share the keys of few rows
-_PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
-_NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
-# Calls of few queries, with groups of at least _GROUP heads, whose heads do not become rows. The tables have the least
-# sizes at which cuda is faster, (heads of all entries, keys of a query): _WINDOWED for one query with a window, and
-# _SEVERAL for up to _FEW_QUERIES without one.
+_LONG = 4096  # keys: from this number on, the keys of short calls are split over blocks
+_PAIRS_ENOUGH = 512  # work tiles of two key tiles: from this number on, pairs mean fewer waves on any GPU
+_NARROW = 128  # head dim: wider calls have other backward kernels, and their keys are not split over blocks
+# Calls of few queries, with groups of at least _GROUP heads that do not become rows. The tables have the least sizes at
+# which cuda is faster, (heads of all entries, keys of a query): _WINDOWED for one query with a window, and _SEVERAL for
+# up to _FEW_QUERIES without one.
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
@@ -313,11 +311,11 @@ def _has_two_key_tiles(p: AttentionProblem) -> bool:
 
 
 def _least_tiles(p: AttentionProblem) -> int:
-    """Return the fewest tiles of 128 queries at which cuda is as fast as triton."""
+    """Return the least number of tiles of 128 queries for which cuda is as fast as triton."""
     if _serves_few_queries(p):
         return 1
     if p.mask_form == "intervals" or prepared_form(p, gathers=False).reorder:
-        return 1  # triton puts keys in order by many small operations, or reads single keys
+        return 1  # triton reorders keys by many small operations, or gathers single keys
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
@@ -332,9 +330,9 @@ def _least_tiles(p: AttentionProblem) -> int:
 def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries.
 
-    With several queries, or one and a window, triton reads the keys once for each head of a group. cuda makes these
-    heads rows of one tile, and reads the keys once. Other calls need enough keys and heads to make up for the later
-    start of cuda. All need k and v that TMA can read, because a copy would take longer than attention.
+    With several queries, or one and a window, triton loads the keys once for each head of a group. cuda makes these
+    heads rows of one tile, and loads the keys once. Other calls need enough keys and heads to make up for the later
+    start of cuda. All need k and v that TMA can load, because a copy would take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     left, widest = p.window[0], max(p.head_dim, p.head_dim_v)
@@ -347,7 +345,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     if p.seqlen_q > _FEW_QUERIES:
         return False
     if p.seqlen_q == 1:
-        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys, too few, without a window
+        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys without a window: never enough
     else:
         keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
     heads = p.batch * p.num_heads
@@ -363,7 +361,7 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
 
 
 def _adds_for_few_keys(p: AttentionProblem) -> bool:
-    """Return whether triton is faster because keys are few: cuda clears, adds and converts each row of dq in fp32."""
+    """Return whether triton is faster for so few keys: cuda clears, adds and converts each row of dq in fp32."""
     plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
     gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
     if not (plain and gradients and p.seqlen_q == p.seqlen_k and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
@@ -406,7 +404,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
         example={"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     Rule(
-        # The short-row kernels of triton read a bool mask as it is.
+        # The short-row kernels of triton use a bool mask without packing it.
         "short_mask",
         lambda p: p.mask_form != "dense" or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 64,
         lambda p: f"there are {p.seqlen_k} keys, and preparing the mask takes longer than attention",
@@ -451,12 +449,12 @@ _AUTO_RULES: tuple[Rule, ...] = (
 )
 
 
-# Calls with sequences have kernels of their own. Some of the rules above bind them, too.
+# Calls with sequences have separate kernels. Some of the rules above apply to them, too.
 
-_SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
+_SUMMED_KEYS = 64  # up to this number of keys, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 
 
-_PAGE_SIZES = (16, 32, 64)  # and multiples of _KEYS, the keys that a kernel reads at a time
+_PAGE_SIZES = (16, 32, 64)  # and multiples of _KEYS, the key block of a kernel
 
 
 def _spec(p: AttentionProblem) -> SequenceSpec:
@@ -465,8 +463,8 @@ def _spec(p: AttentionProblem) -> SequenceSpec:
 
 
 def _reads_pages(p: AttentionProblem) -> bool:
-    """Return whether TMA reads k and v in pages: rows of unit stride on 16 bytes, and the stride of pages a multiple
-    of the stride of rows."""
+    """Return whether TMA can load k and v in pages: aligned rows, and a stride of pages that is a multiple of
+    theirs."""
     return all(
         fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
         for strides in (p.k_strides, p.v_strides)

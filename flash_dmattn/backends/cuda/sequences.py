@@ -1,4 +1,4 @@
-"""Plans both passes of calls with sequences: calls the two operators of the extension, and finishes their sums."""
+"""Plans both passes of calls with sequences, by two operators of the extension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...problem.inputs import Inputs, Saved
 from ...reference.sinks import sink_gradient
 from ..protocol import Backward, Forward
 
-# The numbers that csrc/api/sequences.h gives them.
+# Codes of csrc/api/sequences.h.
 _PACKING: dict[Packing, int] = {"none": 0, "queries": 1, "keys": 2}
 _NO_LIMIT = 2**30
 
@@ -58,7 +58,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         (q, k, v, _, bias, sink, sequences, _), out, lse = saved
         assert sequences is not None
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
-        # becomes +inf, with which they add nothing to the gradient.
+        # becomes +inf, and they do not contribute to the gradient.
         in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf) if needs.sink else lse
         if not has_keys:
             return zero_gradients(saved._replace(lse=in_sequences), dout, dlse, needs)
@@ -98,7 +98,7 @@ def _numbers(p: AttentionProblem, spec: SequenceSpec) -> tuple[bool, int, int, i
 
 
 def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return functions that make q, k and v readable for TMA, by copies if needed."""
+    """Return functions that prepare q, k and v for TMA, by copies if needed."""
     spec = p.sequences
     assert spec is not None
     ready = []
@@ -133,7 +133,7 @@ def _pages(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return rows (B, L, H, D) or tokens that TMA can read, whose entries follow each other; at least one row."""
+    """Return rows (B, L, H, D) or tokens that TMA can load, with consecutive entries; at least one row."""
     if x.shape[-3] == 0:
         return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
     is_read = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
@@ -141,7 +141,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether TMA reads q, k or v if they start on 16 bytes: unit stride, and entries one after the other."""
+    """Return whether TMA can load q, k or v if they start on 16 bytes: unit stride, and consecutive entries."""
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
     follow = shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]

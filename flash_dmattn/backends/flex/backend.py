@@ -21,7 +21,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def _largest_row_span(p: AttentionProblem) -> int:
-    if p.sequences is not None:  # in rows that follow each other
+    if p.sequences is not None:  # in consecutive rows
         return max(side.rows for side in side_sizes(p.sequences)) * max(p.head_dim, p.head_dim_v)
     # The kernels add batch and head to the pointer in 64 bits, then row and column in 32.
     return max(1 + max(rows - 1, 0) * strides[1] + (dim - 1) * strides[3] for (_, rows, _, dim), strides in p.rows)
@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None,
-        lambda p: f"bias is by distance beside {p.batch} sequences; the graph has one distance for a row and a column",
+        lambda p: f"bias is by distance with {p.batch} sequences; the graph has one distance for a row and a column",
         'use backend="eager"',
         example={
             "q": (1, 8192, 16, 64),
@@ -153,7 +153,7 @@ AUTO_RULES: tuple[Rule, ...] = (
 
 
 def _missing_for_cpu() -> list[str]:
-    """Name what Inductor needs to compile for a CPU and this machine lacks; on Windows it searches itself."""
+    """Return the tools that Inductor needs for a CPU and this machine lacks; on Windows it searches itself."""
     if sys.platform == "win32":
         return []
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -169,7 +169,7 @@ def _load() -> Availability:
         reason = f"FlexAttention cannot be imported: {type(error).__name__}: {error}"
         return Availability(False, reason, "install torch >= 2.9 whole, with triton on a GPU machine", error)
     try:
-        # Without a function it does nothing but refuse a version of Python; a default backend would import Dynamo.
+        # Without a function, torch.compile only checks the version of Python; a default backend would import Dynamo.
         torch.compile(backend="eager")
     except RuntimeError as error:
         return Availability(False, str(error), "install a newer torch, or use another backend", error)
@@ -227,13 +227,13 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
-    """Plan (out, lse), or (out,) where the problem does not return lse; differentiable as its `needs_grad` asks.
+    """Plan (out, lse), or (out,) if the problem does not return lse; differentiable in the inputs of `needs_grad`.
 
-    Equivalent PyTorch: `flash_dmattn.reference.formula.attention`, for each sequence where there are.
+    Equivalent PyTorch: `flash_dmattn.reference.formula.attention`, with sequences for each of them.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: one class of calls was compiled more often than torch allows; torch's
-            own fallback, the dense formula, is never taken.
+            fallback, the dense formula, is never used.
 
     Source: FlexAttention, arXiv:2412.05496.
     """

@@ -1,4 +1,4 @@
-"""Masks, causal limits and windows as FlexAttention reads them: lists of 128 x 128 tiles, and limits."""
+"""Masks, causal limits and windows in the form of FlexAttention: lists of 128 x 128 tiles, and limits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from ...problem import AttentionProblem
 from ...reference import formula
 from ...reference.lists import repeat_heads
 
-# FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
+# FlexAttention's default; the tiles of its kernels divide it for all supported head dims.
 BLOCK = 128
 
-# The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts
-# (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that a
-# row allows everywhere, for which the kernel reads no mask. The same four for each column follow. A count is how many
-# of the indices are read.
+# The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts (...,
+# rows) and indices (..., rows, columns) of the partial tiles of a row. The next two are the full tiles, for which the
+# kernel needs no mask. The same four for each column follow. A count is the number of valid indices.
 Lists = tuple[Tensor, ...]
 
 
 class Places(NamedTuple):
-    """The token that each row of laid-out sequences holds, by which masks and biases are read: int32.
+    """The token in each row of the padded sequences, for indexing masks and biases: int32.
 
     Attributes:
-        sequence, query, token: for each query its sequence, its place there, and its place among all packed tokens.
-        key: for each key its place in its sequence.
+        sequence, query, token: for each query its sequence, its position there, and its index among all packed tokens.
+        key: for each key its position in its sequence.
     """
 
     sequence: Tensor
@@ -37,14 +36,14 @@ class Places(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The tensors that masks, limits and sequences become; a graph reads them, so that none of their values compiles.
+    """Masks, limits and sequences as tensors, which are inputs of a graph, so that their values do not recompile it.
 
     Attributes:
         lists: the tile lists; None where every pair is allowed.
         lower, upper: int32. Without a dimension they are limits on key - query. With one they are the first and the
-            last key that each query may see, in rows of sequences. None is no limit.
-        places: set where a mask or a bias is read through it.
-        origin: int32, of a bias by distance: the place of key - query = 0 in its values.
+            last key that each query may attend to, in rows of sequences. None is no limit.
+        places: for indexing a mask or a bias; None if they are indexed by row and column.
+        origin: int32, of a bias by distance: the index of key - query = 0 in its values.
     """
 
     lists: Lists | None = None
@@ -54,8 +53,8 @@ class Blocks(NamedTuple):
     origin: Tensor | None = None
 
 
-def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """Return the limits on key - query; None where a limit excludes no pair, as for 1 query or a large window."""
+def make_limits(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """Return the limits on key - query; None if a limit hides no pair, as for 1 query or a large window."""
     offset = problem.seqlen_k - problem.seqlen_q
     left, right = problem.window
     lower = offset - left if left >= 0 else None
@@ -70,16 +69,16 @@ def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
 def dense_blocks(problem: AttentionProblem, mask: Tensor | None, device: torch.device) -> Blocks:
     """Make the lists and limits of a dense call, without waiting for the device.
 
-    A mask (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1), its broadcast dims of size 1, is summarised at its own size; only its
-    lists are repeated. A caller's graph has one operator for all of it: captured expressions that are not buffers make
-    Inductor's FlexAttention fail on CPU (torch 2.13).
+    A mask (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1), its broadcast dims of size 1, is summarised at this size; only its
+    lists are repeated. A caller's graph has one operator for all of this, because captured expressions that are not
+    buffers make Inductor's FlexAttention fail on CPU (torch 2.13).
     """
-    p, (lower, upper) = problem, limits_of(problem)
+    p, (lower, upper) = problem, make_limits(problem)
     if mask is None and lower is None and upper is None:
         return Blocks()
     function = _DENSE if torch.compiler.is_compiling() else dense_tensors
     made = function(mask, lower, upper, p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat)
-    # An operator returns no None: the limits that exist follow the lists.
+    # An operator cannot return None, so it returns only existing limits, after the lists.
     return Blocks(tuple(made[:8]), None if lower is None else made[8], None if upper is None else made[-1])
 
 
@@ -96,8 +95,8 @@ def dense_tensors(
 ) -> list[Tensor]:
     """Make the lists of a dense call, then the limits that it has as tensors, filled on the device.
 
-    Entry b of the batch reads entry b // repeat of the mask, cyclically. A tile in which mask and limits allow pairs,
-    but no common one, is listed as partly allowed. The kernel tests its pairs, which only costs time.
+    Entry b of the batch has entry b // repeat of the mask, cyclically. A tile in which mask and limits allow pairs, but
+    no common pair, is listed as partial, which is correct, because the kernel tests each pair, but slower.
 
     >>> made = dense_tensors(None, None, 0, 1, 256, 256, torch.device("cpu"), 1, 1)
     >>> made[0].tolist(), made[2].tolist()  # the diagonal, and what lies below it
@@ -133,7 +132,7 @@ _DENSE = define(
 
 
 def tile_edges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position of every tile; the last tile may be short."""
+    """Return the first and the last position of every tile; the last tile may be partial."""
     first = torch.arange((length + BLOCK - 1) // BLOCK, device=device, dtype=torch.int32) * BLOCK
     return first, (first + (BLOCK - 1)).clamp(max=length - 1)
 
@@ -153,8 +152,9 @@ def band(
 
 
 def mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return in which tiles a 4-D mask allows a pair, and in which every pair; dims of size 1 keep it."""
-    # Counting reads the mask once, where any() and all() would read it twice; a ragged edge is never padded (a copy).
+    """Return in which tiles a 4-D mask allows a pair, and in which every pair; dims of size 1 are kept."""
+    # Counting needs one pass over the mask, any() and all() would need two. A ragged edge is not padded, to avoid a
+    # copy.
     area = torch.ones((), dtype=torch.int32, device=mask.device)
     count = mask
     if mask.shape[3] > 1:

@@ -1,4 +1,4 @@
-"""One dense FlexAttention call as differentiable PyTorch: how mask and bias go in, and gradients come out."""
+"""One dense FlexAttention call as differentiable PyTorch, with its conversions of mask, bias and gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def graph_module() -> ModuleType:
 
 
 def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    """Return (out, lse), or (out,) where the problem does not return lse."""
+    """Return (out, lse), or (out,) if the problem does not return lse."""
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         results = nothing(problem, x)
         return results if x.sink is None else _with_sink(problem, results, x.sink)
@@ -38,9 +38,9 @@ def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def _with_each_distance(problem: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Lay out the values of a bias by distance, one for each distance of the call, and return the index of distance 0.
+    """Return the values of a bias by distance for each distance of the call, and the index of distance 0.
 
-    So the graph has no limits to clamp to, to which most pairs of a long call would add their gradient.
+    So the graph does not clamp distances: most pairs of a long call would add their gradient to one clamped value.
     """
     bias = bias_of(problem, x)
     assert isinstance(bias, Distances)
@@ -52,7 +52,7 @@ def _with_each_distance(problem: AttentionProblem, x: Inputs) -> tuple[Inputs, T
 
 def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
     """Return (out, lse) of a call without a pair of a query and a key; FlexAttention refuses length 0."""
-    # The sum of no elements gives each input a gradient of zeros.
+    # A sum of no elements, so that each input has a gradient of zeros.
     inputs = (x.q, x.k, x.v, x.bias, x.sink)
     zero = sum(tensor.flatten()[:0].sum(dtype=torch.float32) for tensor in inputs if tensor is not None)
     batch, seqlen_q, num_heads, _ = x.q.shape
@@ -63,9 +63,9 @@ def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
-    """Drop gradients that nobody needs and expanded dims, and bring a bias into the dtype that is read."""
+    """Detach inputs whose gradient is not needed, drop expanded dims, and convert a bias to the dtype of the graph."""
     if not any(problem.needs_grad):
-        # On CPU FlexAttention refuses inputs that require a gradient, also where none is recorded.
+        # On CPU FlexAttention refuses inputs that require a gradient, also under no_grad.
         if any(tensor is not None and tensor.requires_grad for tensor in (x.q, x.k, x.v, x.bias)):
             bias = None if x.bias is None else x.bias.detach()
             x = x._replace(q=x.q.detach(), k=x.k.detach(), v=x.v.detach(), bias=bias)
@@ -74,7 +74,7 @@ def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
         x = x._replace(mask=MaskView("dense", (collapse(mask),)))
     if bias is not None:
         if not problem.needs_grad.bias:
-            bias = collapse(bias)  # with a gradient it keeps its shape, in which each place has its own derivative
+            bias = collapse(bias)  # with a gradient its shape is kept, because each element has its own derivative
         if widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape)):
             bias = _ToFloat32.apply(bias)
         x = x._replace(bias=bias)
@@ -84,9 +84,9 @@ def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
 def attend(
     problem: AttentionProblem, x: Inputs, blocks: Blocks, packing: tuple[Packing | None, Packing | None] = (None, None)
 ) -> tuple[Tensor, ...]:
-    """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it lacks.
+    """Run FlexAttention on a dense call, or on padded sequences, and add the features that it lacks.
 
-    `packing` is how mask and bias are read through the places of `blocks`; None reads by row and column.
+    `packing` is how mask and bias are indexed through `Places` of `blocks`; None means by row and column.
     """
     mask, bias, row_bias = x.mask.dense, x.bias, None
     batch, seqlen_q, num_heads, _ = x.q.shape
@@ -95,12 +95,13 @@ def attend(
         if bias.shape[3] == 1:
             row_bias, bias = bias, bias.detach()
         elif bias.shape[2] == 1:
-            # A number per key for each of (B, Hq, 1, Lk) makes many short sums of its gradient, which autograd adds up
-            # in pairs. One sum of a million terms, each added by an atomic, loses 5e-5 in fp32, and the atomics wait.
+            # With a value per key for each of (B, Hq, 1, Lk), the gradient is many short sums, which autograd adds in
+            # pairs. One sum of a million terms by atomics would have an error of 5e-5 in fp32, and the atomics would
+            # serialise.
             bias = formula.spread_entries(_per_query_head(bias, num_heads), batch, flags.bias_repeat)
             bias = bias.expand(batch, -1, -1, -1).contiguous()
     if mask is not None and mask.shape[2] == 1:
-        mask = mask.to(torch.int32)  # a byte for a key is as slow to read as 16 bits: see `widens`
+        mask = mask.to(torch.int32)  # a byte per key is as slow to load as 16 bits: see `widens`
     graph = graph_module()
     form = graph.Form(
         problem.softmax_scale,
@@ -110,8 +111,8 @@ def attend(
         None if mask is None else graph.shared(mask, num_heads, batch, flags.mask_repeat, packing[0]),
         None if bias is None else graph.shared(bias, num_heads, batch, flags.bias_repeat, packing[1]),
         _num_stages(problem, mask, bias),
-        # Torch chooses its decoding kernel below 128 queries, and then finds no configuration of it where the queries
-        # of a group of heads fill more than one block (H200, torch 2.11).
+        # Torch chooses its decoding kernel below 128 queries, and has no configuration of it if the queries of a group
+        # of heads need more than one block (H200, torch 2.11).
         seqlen_q < BLOCK < seqlen_q * (problem.num_heads // problem.num_heads_k),
     )
     if torch.compiler.is_compiling():
@@ -130,7 +131,7 @@ def attend(
 def specialisation(
     problem: AttentionProblem, x: Inputs, bias: Tensor | None, blocks: Blocks, is_static: bool
 ) -> tuple[object, ...]:
-    """Return what else than its form makes torch compile a graph anew; torch treats each length of 1 as a constant.
+    """Return the properties, in addition to its form, that recompile a graph; torch treats a length of 1 as a constant.
 
     A static graph is compiled for all of its sizes. `bias` is as the graph receives it.
     """
@@ -156,8 +157,8 @@ def specialisation(
 
 def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None) -> int | None:
     # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor, and the compilation fails. A
-    # backward pass at head dim 128 with a mask and a bias of one value per score takes 272 of 227 KB, a forward pass at
-    # head dim 64 with a bias in fp32 takes 240 KB (H200, torch 2.11).
+    # backward pass at head dim 128 with a mask and a bias of one value per score needs 272 of 227 KB, a forward pass at
+    # head dim 64 with a bias in fp32 needs 240 KB (H200, torch 2.11).
     tiles = any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (mask, bias))
     if not tiles or problem.device != "cuda":
         return None
@@ -166,8 +167,8 @@ def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | N
 
 def widens(dtype: torch.dtype, needs_grad: bool, held: BiasClass) -> bool:
     """Return whether a bias of this dtype and class is copied to fp32."""
-    # A gradient is added up in the dtype of its input, so in fp32; fp64 would slow the kernel down. With 16 bits for a
-    # key the forward kernel takes 6 ms in the place of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
+    # A gradient is summed in the dtype of its input, so in fp32; fp64 would slow the kernel down. With 16 bits per key
+    # the forward kernel takes 6 ms instead of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
     return dtype == torch.float64 or (dtype != torch.float32 and (needs_grad or held == "key"))
 
 
@@ -176,10 +177,10 @@ def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: Tensor) -> tuple[Tensor, ...]:
-    """Add the gradient of a bias of one number per query: out does not depend on it, and lse as on a summand.
+    """Add the gradient of a bias of one value per query: out does not depend on it, and it is a summand of lse.
 
-    The sum of ds over the keys is equal to it in exact arithmetic. In 16 bits nearly all of the sum would be the
-    rounding error of delta.
+    In exact arithmetic it is the sum of ds over the keys, but in 16 bits that sum would be mostly the rounding error of
+    delta.
     """
     out = results[0] + bias.flatten()[:0].sum().to(results[0].dtype)
     if len(results) == 1:
@@ -192,10 +193,10 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
 
 
 def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
-    """Join the sinks of heads to results that were computed from keys only.
+    """Add the sinks of heads to results that were computed from keys only.
 
-    A score_mod of one more key would need a row of k and v for it. Through logsigmoid and logaddexp the gradient of a
-    sink stays exact, also where the sink takes little or nearly everything.
+    A score_mod would need one more row of k and v for the sink. With logsigmoid and logaddexp the gradient of a sink is
+    accurate, also if its probability is near 0 or 1.
     """
     out, lse = results
     logits = sink.to(lse.dtype)[:, None]
@@ -222,6 +223,6 @@ class _ToFloat32(torch.autograd.Function):
 
 
 def _realise(x: Tensor | None) -> Tensor | None:
-    # In a caller's graph x may be an expression. Inductor's CPU kernel fails on one that is captured (NoValidChoices,
-    # torch 2.13); as_strided makes it a buffer first. On CUDA the lowering does so itself.
+    # In a caller's graph x may be an expression. Inductor's CPU kernel fails on a captured expression (NoValidChoices,
+    # torch 2.13); as_strided makes it a buffer first. On CUDA the lowering does this.
     return x if x is None or x.device.type != "cpu" else x.as_strided(x.shape, x.stride())

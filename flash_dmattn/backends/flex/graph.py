@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ...caches import ClockCache
 from ...definition import is_transformed
 from ...problem import Packing
-from ...remembered import Remembered
 from .blocks import BLOCK, Blocks, Places
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
@@ -26,14 +26,14 @@ compiler = "inductor"
 
 
 class Shared(NamedTuple):
-    """How a mask or a bias is read.
+    """How a mask or a bias is indexed.
 
     Attributes:
         dims: which of (batch, head, query, key) it has.
         group: query heads for each head of it.
-        entries: (repeat, size): entry b of the batch reads entry b // repeat % size. None where each has its own.
-        packing: how a value per score is read with sequences, whose rows are laid out anew. "none" reads by sequence
-            and place, "queries" by token and place of the key; None reads by row and column.
+        entries: (repeat, size): entry b of the batch has entry b // repeat % size. None if each has its own.
+        packing: how a value per score is indexed in padded sequences: "none" by sequence and position, "queries" by
+            token and position of the key; None by row and column.
     """
 
     dims: tuple[bool, bool, bool, bool]
@@ -46,9 +46,9 @@ class Form(NamedTuple):
     """The constants of a graph: no tensor and no length.
 
     Attributes:
-        grouped: whether query heads share heads of k and v.
+        grouped: whether there are groups of query heads.
         num_stages: of the kernels' pipelines; None leaves it to torch.
-        no_decoding: whether torch is kept from its kernel for few queries.
+        no_decoding: whether torch may not use its decoding kernel.
     """
 
     softmax_scale: float
@@ -62,9 +62,9 @@ class Form(NamedTuple):
 
 
 def shared(x: Tensor, num_heads: int, batch: int, repeat: int, packing: Packing | None = None) -> Shared:
-    """Describe how `num_heads` query heads and a batch read a mask or a bias, whose broadcast dims have size 1."""
+    """Describe how `num_heads` query heads and a batch index a mask or a bias, whose broadcast dims have size 1."""
     b, h, i, j = (size > 1 for size in x.shape)
-    # int() makes it a constant also where a caller's graph has symbolic sizes.
+    # int() makes it a constant also if a caller's graph has symbolic sizes.
     entries = (int(repeat), int(x.shape[0])) if packing is None and b and x.shape[0] != batch else None
     return Shared((b, h, i, j), int(num_heads // x.shape[1]) if h else 1, entries, packing)
 
@@ -105,7 +105,7 @@ def run(
 
     block_mask = None
     if lists is not None:
-        # from_kv_blocks would derive the lists of the columns by scattering; they are at hand.
+        # from_kv_blocks would compute the lists of columns again by a scatter.
         lengths = (q.shape[1], k.shape[1])
         block_mask = BlockMask(lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)  # type: ignore[misc,arg-type]
     kernel_options: Any = {}
@@ -127,8 +127,8 @@ def run(
     if not form.return_lse:
         return (results.transpose(1, 2),)
     out, aux = results
-    # The fill cuts the gradient of an empty row's lse: whatever arrives for it, even inf, must not meet p = 0. With a
-    # score of +inf out is NaN, and so is lse on every backend.
+    # The fill stops the gradient of lse of an empty row, because even a gradient of inf must not be multiplied by p =
+    # 0. With a score of +inf out is NaN, and so is lse on every backend.
     lse = aux.lse.masked_fill(aux.lse == torch.inf, torch.nan)
     return out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, -torch.inf)
 
@@ -139,8 +139,8 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     (has_b, has_h, has_i, has_j), group, entries, packing = shared
     zero = b * 0
     if packing is not None and places is not None:
-        # Not the constant: with rows that are loaded Inductor takes an index with it for one number, and fails to
-        # compile the gradient (torch 2.11). The batch of such a call has one entry, so b is 0.
+        # Not the constant 0, with which Inductor fails to compile the gradient if rows are loaded (torch 2.11). The
+        # batch of such a call has one entry, so b is 0.
         zero = b
         b = places.sequence[i] if packing == "none" else b
         i, j = (places.query if packing == "none" else places.token)[i], places.key[j]
@@ -151,17 +151,17 @@ def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tenso
     return b if has_b else zero, h if has_h else zero, i if has_i else zero, j if has_j else zero
 
 
-# A graph holds what was compiled for it, of a few MB. A model with a scale of its own in each layer has as many graphs.
-_compiled: Remembered[Callable[..., tuple[Tensor, ...]]] = Remembered(256)
+# A graph keeps its compiled code, some MB. A model with another scale in each layer has a graph for each layer.
+_compiled: ClockCache[Callable[..., tuple[Tensor, ...]]] = ClockCache(256)
 _numbers = itertools.count()
 
 
 def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the compiled graph of a class of problems, made on its first use.
+    """Return the compiled graph of a class of problems, compiled at its first use.
 
-    torch.compile counts recompilations per code object, and remembers per name which sizes have varied. One function
-    for all classes would exhaust the limit (8) after a few of them, so each class has a code object and a name of its
-    own. `fullgraph` makes reaching the limit an error: without it torch runs the dense formula from then on, silently.
+    torch.compile counts recompilations per code object, and stores per name which sizes have varied. One function for
+    all classes would soon exhaust the limit (8), so each class has its own code object and name. `fullgraph` makes
+    reaching the limit an error: without it torch silently runs the dense formula from then on.
     """
     key = (compiler, form, specialised, dynamic)
     function = _compiled.get(key)
@@ -171,8 +171,8 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
             return run(form, *tensors)
 
         code = call.__code__.replace(co_name=f"flex_attention_{next(_numbers)}")
-        own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        function = _compiled.keep(key, compile_to_keep_buffers(own, compiler, dynamic))
+        copy = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+        function = _compiled.put(key, compile_to_keep_buffers(copy, compiler, dynamic))
     return function
 
 
@@ -182,10 +182,10 @@ _patching = threading.Lock()
 def compile_to_keep_buffers(
     function: Callable[..., tuple[Tensor, ...]], backend: Any, dynamic: bool | None = None
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile, whenever that is, without reusing saved tensors in the backward: it would refuse retain_graph=True.
+    """Compile without reusing saved tensors in the backward pass, which would refuse retain_graph=True.
 
-    torch has one switch for all threads. It is turned while a graph is compiled, by one thread at a time, and is as it
-    was while graphs run: two calls that overlapped would leave it turned.
+    torch has one setting for all threads. It is changed only while a graph is compiled, by one thread at a time, and
+    not while graphs run, because two overlapping calls would not restore it.
     """
     compile_graph = torch._dynamo.lookup_backend(backend)
 
@@ -210,11 +210,11 @@ def compile_to_keep_buffers(
 
 
 def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
-    # A graph compiled without reuse has None for its list of reused tensors. When the backward runs, torch takes
-    # anything but an empty list for reuse, and refuses retain_graph=True.
+    # A graph compiled without reuse has None as its list of reused tensors. In the backward pass torch treats anything
+    # but an empty list as reuse, and refuses retain_graph=True.
     for x in results:
         node = x.grad_fn
-        for _ in range(3):  # a view of an output has a node of its own before the node of the graph
+        for _ in range(3):  # a view of an output has its own node before the node of the graph
             if node is None:
                 break
             metadata: Any = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)

@@ -1,7 +1,7 @@
-"""Calls with sequences: lays rows out in tiles, runs a dense call on them, and moves its results back to the tokens.
+"""Calls with sequences: pads each sequence to whole tiles, runs a dense call, and moves results back to the tokens.
 
-No tile has rows of two sequences. Otherwise NaN would reach a sequence from another one: kernels multiply by 0 what
-they mask, and NaN times 0 is NaN.
+No tile has rows of two sequences. Otherwise NaN would spread from one sequence to another, because kernels multiply
+masked values by 0, and NaN times 0 is NaN.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
 
 
 def _in_rows(x: Tensor, side: SequenceRows) -> Tensor:
-    """Bring q, k or v (entries, tokens, H, D) into the order of the rows, (1, rows, H, D), each head contiguous."""
-    # Always with 4 dims: Inductor's CPU kernel fails on a view of what a graph has computed with fewer (torch 2.13).
+    """Copy q, k or v (entries, tokens, H, D) into the order of the rows, (1, rows, H, D), each head contiguous."""
+    # Always with 4 dims: Inductor's CPU kernel fails on a view of a computed tensor with fewer dims (torch 2.13).
     return move_rows(x.flatten(0, 1)[None].transpose(1, 2), 2, side.token, side.row).transpose(1, 2)
 
 
 class SideSize(NamedTuple):
-    """How many queries or keys a call may have; Python numbers, as tensors are sized by them.
+    """Bounds on the queries or keys of a call; Python numbers, because they are sizes of tensors.
 
     Attributes:
         entries, tokens: the first sizes of the tensor.
@@ -87,7 +87,7 @@ class SideSize(NamedTuple):
 
 
 def side_sizes(spec: SequenceSpec) -> tuple[SideSize, SideSize]:
-    """Bound the queries and the keys of a call; a side without tokens counts as one of 1 token."""
+    """Bound the queries and the keys of a call; a side without tokens counts as 1 token."""
     sides = ((spec.rows_q, spec.max_seqlen_q, spec.packs_queries), (spec.rows_k, spec.max_seqlen_k, spec.packs_keys))
     queries, keys = (_side_size(spec.number, *side) for side in sides)
     return queries, keys
@@ -98,7 +98,7 @@ def _side_size(number: int, tokens: int, bound: int, is_packed: bool) -> SideSiz
     most = min(tokens, 1 if bound == 0 else bound)
     tiles = number * ((most + BLOCK - 1) // BLOCK)
     if is_packed:
-        # Each sequence has at most one tile that it does not fill.
+        # Each sequence has at most one partial tile.
         tiles = min(tiles, tokens // BLOCK + number)
     return SideSize(1 if is_packed else number, tokens, is_packed, most, tiles)
 
@@ -107,11 +107,11 @@ class SequenceRows(NamedTuple):
     """Queries or keys in rows of tiles: int32.
 
     Attributes:
-        token: (rows,), which of all tokens is in each row; -1 in an empty row.
+        token: (rows,), the index of the token in each row; -1 for an empty row.
         row: (tokens,), the row of each token; -1 for a token that no sequence has.
-        sequence, place: (rows,), the sequence of each row, and the place of its token in it. An empty row has the place
-            of another token of its sequence: kernels add to a gradient there what they mask, which is 0, or NaN if
-            that sequence has NaN.
+        sequence, place: (rows,), the sequence of each row, and the position of its token in it. An empty row has the
+            position of another token of its sequence, because kernels add masked gradients there, which are 0, or NaN
+            if that sequence has NaN.
     """
 
     token: Tensor
@@ -121,20 +121,20 @@ class SequenceRows(NamedTuple):
 
 
 class SequenceBlocks(NamedTuple):
-    """The rows that sequences are laid out in, and the lists, limits and places of a call on these rows."""
+    """The rows of padded sequences, and the lists, limits and `Places` of a call on these rows."""
 
     queries: SequenceRows
     keys: SequenceRows
     blocks: Blocks
 
 
-# Calls without a mask keep their rows and lists for as long as the bounds live, which `Sequences` remember. All layers
-# of a model then read the same tensors, and save them for the backward pass once.
+# The rows and lists of calls without a mask are cached with the bounds, which `Sequences` cache. All layers of a model
+# then use the same tensors, and save them for the backward pass once.
 _kept = WeakTensorKeyDictionary()
 
 
 def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | None) -> SequenceBlocks:
-    """Lay out the sequences of a call, one at least, and make its lists and limits, without waiting for the device."""
+    """Make the padded rows of a call with at least one sequence, and its lists and limits, without synchronisation."""
     assert problem.sequences is not None
     sides, window = side_sizes(problem.sequences), problem.window
     numbers: list[Any] = [problem.flags.mask_packing, *map(list, sides), *window, problem.num_heads]
@@ -199,7 +199,7 @@ _SEQUENCES = define(
 
 
 def _sequence_rows(bounds: Tensor, size: SideSize) -> tuple[SequenceRows, Tensor]:
-    """Lay out the queries or the keys; also return the first row of each sequence, int32 (S,).
+    """Make the padded rows of the queries or the keys; also return the first row of each sequence, int32 (S,).
 
     `bounds` are the first token and the number of tokens of each sequence, int32 (S, 2).
     """
@@ -207,39 +207,39 @@ def _sequence_rows(bounds: Tensor, size: SideSize) -> tuple[SequenceRows, Tensor
     ends = tiles.cumsum(0, dtype=torch.int32)
     first_tile = ends - tiles
     tile = torch.arange(size.tiles, device=bounds.device, dtype=torch.int32)
-    own = torch.searchsorted(ends, tile, right=True, out_int32=True)
-    is_used = (own < len(ends))[:, None]  # tiles are left over where sequences are shorter than they may be
-    own = own.clamp(max=len(ends) - 1)
-    local = (tile - first_tile[own])[:, None].masked_fill(~is_used, 0)
-    own = own[:, None]
+    number = torch.searchsorted(ends, tile, right=True, out_int32=True)
+    is_used = (number < len(ends))[:, None]  # tiles are left over if sequences are shorter than the bound
+    number = number.clamp(max=len(ends) - 1)
+    local = (tile - first_tile[number])[:, None].masked_fill(~is_used, 0)
+    number = number[:, None]
     place = local * BLOCK + torch.arange(BLOCK, device=bounds.device, dtype=torch.int32)
-    length = bounds[:, 1][own]
-    first = bounds[:, 0][own] if size.is_packed else own * size.tokens
+    length = bounds[:, 1][number]
+    first = bounds[:, 0][number] if size.is_packed else number * size.tokens
     token = (first + place).masked_fill(~(is_used & (place < length)), -1)
     tokens = token_places(bounds, size.entries, size.tokens, bool(size.is_packed))
-    row = (first_tile[tokens.own] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
+    row = (first_tile[tokens.sequence] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
     place = place % length.clamp(1, size.most)
-    side = SequenceRows(token.flatten(), row.to(torch.int32), own.expand(-1, BLOCK).flatten(), place.flatten())
+    side = SequenceRows(token.flatten(), row.to(torch.int32), number.expand(-1, BLOCK).flatten(), place.flatten())
     return side, first_tile * BLOCK
 
 
 def _limits(bounds: Tensor, queries: SequenceRows, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last row of keys that each row of queries may see: int32, 1 and 0 for an empty row."""
+    """Return the first and the last row of keys for each row of queries: int32, 1 and 0 for an empty row."""
     seqlen_q, seqlen_k = bounds[:, 1], bounds[:, 3]
-    own = queries.sequence
-    middle = queries.place + (seqlen_k - seqlen_q)[own]
-    last = seqlen_k[own] - 1
+    sequence_of_row = queries.sequence
+    middle = queries.place + (seqlen_k - seqlen_q)[sequence_of_row]
+    last = seqlen_k[sequence_of_row] - 1
     lower = torch.zeros_like(middle) if left < 0 else (middle - left).clamp(min=0)
     upper = last if right < 0 else torch.minimum(last, middle + right)
-    first, is_empty = first_row_k[own], queries.token < 0
+    first, is_empty = first_row_k[sequence_of_row], queries.token < 0
     return (first + lower).masked_fill(is_empty, 1), (first + upper).masked_fill(is_empty, 0)
 
 
 def _band_classes(
     bounds: Tensor, queries: SequenceRows, keys: SequenceRows, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
-    """Return which tiles hold a pair in the band of a sequence, and which only such pairs: (1, 1, rows, columns)."""
-    # A tile belongs to the sequence of its first row, which has a token unless the tile is left over.
+    """Return which tiles have a pair in the band of a sequence, and which have no other: (1, 1, rows, columns)."""
+    # A tile belongs to the sequence of its first row, which has a token unless the tile is unused.
     own_q, own_k = queries.sequence[::BLOCK], keys.sequence[::BLOCK]
     first_row, first_key = queries.place[::BLOCK], keys.place[::BLOCK]
     last_row = torch.minimum(first_row + (BLOCK - 1), bounds[:, 1][own_q] - 1)
@@ -254,7 +254,7 @@ def _band_classes(
 
 
 def _mask_classes(mask: Tensor, packing: Packing, queries: SequenceRows, keys: SequenceRows) -> tuple[Tensor, Tensor]:
-    """Classify the tiles of a mask as `mask_classes` does; tiles that are not full, or have two sequences, get any."""
+    """Classify the tiles of a mask as `mask_classes` does; partial tiles, or tiles of two sequences, get any class."""
     x, read = as_rows(mask, packing, queries, keys)
     local_q, local_k = (side.place[::BLOCK] // BLOCK for side in (queries, keys))
     if read == "queries":
@@ -264,17 +264,17 @@ def _mask_classes(mask: Tensor, packing: Packing, queries: SequenceRows, keys: S
         return count > 0, count == BLOCK * BLOCK
     some, every = mask_classes(x, *(tile_edges(n, mask.device) for n in x.shape[2:]))
     if read == "none":
-        own = queries.sequence[::BLOCK]
-        entry = own if x.shape[0] > 1 else torch.zeros_like(own)
+        sequence_of_tile = queries.sequence[::BLOCK]
+        entry = sequence_of_tile if x.shape[0] > 1 else torch.zeros_like(sequence_of_tile)
         at = (entry[:, None], slice(None), local_q[:, None], local_k)
         some, every = (classes[at].permute(2, 0, 1)[None] for classes in (some, every))
     return some, every
 
 
 def move_rows(x: Tensor, dim: int, there: Tensor, back: Tensor, fill: float = 0.0) -> Tensor:
-    """Read the rows `there` of a dim, `fill` for -1; the gradient reads the rows `back` of what arrives, 0 for -1.
+    """Gather the rows `there` of a dim, `fill` for -1; the gradient gathers the rows `back` of its input, 0 for -1.
 
-    Rows are never added up, so that values in rows of no sequence go nowhere, NaN included.
+    Rows are never summed, so that values in rows of no sequence have no effect, NaN included.
     """
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _MoveRows.apply(x, dim, there, back, fill)
@@ -303,9 +303,9 @@ def _read_rows(x: Tensor, dim: int, which: Tensor, fill: float) -> Tensor:
 
 
 def as_rows(x: Tensor, packing: Packing, queries: SequenceRows, keys: SequenceRows) -> tuple[Tensor, Packing | None]:
-    """Bring a mask or a bias into the order of the rows, and name the packing by which it is still to be read.
+    """Copy a mask or a bias into the order of the rows, and return the packing by which it is still indexed.
 
-    A tensor with a value per score stays as it is, and is read through `Places`: see `graph.Shared`. Any other one is
+    A tensor with a value per score is not copied, but indexed through `Places`: see `graph.Shared`. Other tensors are
     copied into the order of the rows, and the second result is None.
     """
     b, _, i, j = x.shape

@@ -1,7 +1,7 @@
 """Torch's fused kernels behind `F.scaled_dot_product_attention`, called as operators under this contract.
 
 On CPUs they are torch's flash kernel; on GPUs FlashAttention-2, or memory-efficient attention for calls that it lacks.
-The kernels of cuDNN have too many silent faults to be among them.
+The kernels of cuDNN are not used, because they have too many silent faults.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from types import ModuleType
 import torch
 
 from ...problem import AttentionProblem, SequenceSpec, dtype_name, sm_number
-from ...triton_kernels.precision import MOST_FEW_ROWS, word_of
+from ...triton_kernels.precision import MOST_FEW_ROWS, problem_precision
 from ..protocol import Availability, Backend, Rule
 from . import cpu, cuda, efficient
 
-# Up to so many multiplications of q and k the kernel of a CPU beats the many small operations of eager in every class
-# of calls. Its forward pass converts 16 bits row by row, which costs more.
+# Up to this number of multiplications of q and k, the kernel of a CPU is faster than the small operations of eager in
+# every class of calls. Its forward pass converts 16 bits row by row, which is slower.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
-# With causality the kernel visits whole blocks of 512 keys. So in calls of up to so many keys it visits most of the
-# hidden ones. A mask of pairs also becomes a float for every pair.
+# With causality the kernel visits whole blocks of 512 keys. So in calls of up to this number of keys it visits most of
+# the hidden ones. A mask of pairs also becomes a float for every pair.
 _WHOLE_BLOCKS, _WHOLE_BLOCKS_OF_PAIRS = range(257, 769), range(257, 2049)
-# From so many multiplications on, reading keys once for each group of heads, as eager does, counts.
+# From this number of multiplications on, eager gains by loading keys once for each group of heads.
 _GROUPED_WORK = 2**26
 _DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
-# On a GPU: from so many scores on, calls in fp32 are for this backend first, with a gradient of the bias in full of up
-# to so many bytes.
+# On a GPU, auto tries this backend first for calls in fp32 with at least this number of scores. The full gradient of
+# the bias may have this number of bytes.
 _MANY_SCORES, _DBIAS_BYTES = 2**24, 2**28
 _MOST_FLASH_DIM = 256
 _INT32_MAX = 2**31 - 1
-_MOST_BLOCKS = 65535  # of the second and of the third dim of a grid: entries of the batch, and heads
+_MOST_BLOCKS = 65535  # the limit of the second and of the third dim of a grid: entries of the batch, and heads
 _HALF = (torch.float16, torch.bfloat16)
 # GPUs whose FlashAttention-2 has no gradients for head dims from 193 to 224.
 _SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
@@ -47,7 +47,7 @@ def _is_rocm(p: AttentionProblem) -> bool:
 
 
 def runs_flash(p: AttentionProblem) -> bool:
-    """Return whether a call on a GPU is one for FlashAttention-2, and not for memory-efficient attention."""
+    """Return whether a call on a GPU runs FlashAttention-2, and not memory-efficient attention."""
     is_plain = p.mask is None and p.bias is None and (p.sequences is None or p.sequences.layout == "packed")
     if p.device != "cuda" or not is_plain or p.dtype not in _HALF:
         return False
@@ -55,11 +55,11 @@ def runs_flash(p: AttentionProblem) -> bool:
 
 
 def leads_in_fp32(p: AttentionProblem) -> bool:
-    """Return whether auto asks this backend before triton and flex: in fp32, where torch does not allow TF32.
+    """Return whether auto tries this backend before triton and flex: in fp32, where torch does not allow TF32.
 
     Memory-efficient attention multiplies by three products of TF32 on tensor cores. On Hopper this backend leads only
     in large calls that triton multiplies on CUDA cores: docs/notes/triton.md has the times. On other GPUs nobody has
-    timed triton. A bias that heads or entries share has a gradient for every score first, whose memory has a limit.
+    timed triton. The gradient of a shared bias is first computed for every score, and the memory for it is limited.
     """
     if _is_rocm(p) or p.device != "cuda" or p.dtype != torch.float32 or p.flags.allows_tf32:
         return False
@@ -68,18 +68,20 @@ def leads_in_fp32(p: AttentionProblem) -> bool:
         return False
     if p.arch != "sm_90":
         return True
-    return word_of(p) == "ieee" and p.seqlen_q > MOST_FEW_ROWS and scores >= _MANY_SCORES
+    return problem_precision(p) == "ieee" and p.seqlen_q > MOST_FEW_ROWS and scores >= _MANY_SCORES
 
 
 def _why_it_leads(p: AttentionProblem) -> str:
     if not leads_in_fp32(p):
         return ""
-    slower = "triton multiplies on CUDA cores here" if word_of(p) == "ieee" else f"triton is not timed on {p.arch}"
+    slower = (
+        "triton multiplies on CUDA cores here" if problem_precision(p) == "ieee" else f"triton is not timed on {p.arch}"
+    )
     return f"; auto asks it first in float32, because {slower}"
 
 
 def _on_efficient(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
-    """Make a rule's condition bind only memory-efficient attention."""
+    """Make a rule's condition apply only to memory-efficient attention."""
     return lambda p: p.device != "cuda" or runs_flash(p) or holds(p)
 
 
@@ -117,11 +119,11 @@ def _skips_few_keys(p: AttentionProblem) -> bool:
         is_grouped = p.num_heads > p.num_heads_k and _work(p) >= _GROUPED_WORK
         return is_grouped and p.seqlen_k < _WHOLE_BLOCKS.stop
     lengths = _WHOLE_BLOCKS_OF_PAIRS if p.mask is not None and p.mask.shape[2] > 1 else _WHOLE_BLOCKS
-    return lengths.start <= p.seqlen_k < lengths.stop  # not `in`, which Dynamo of torch 2.11 asks of no symbol
+    return lengths.start <= p.seqlen_k < lengths.stop  # not `in`: Dynamo of torch 2.11 lacks it for symbols
 
 
 def _decodes_groups(p: AttentionProblem) -> bool:
-    """Return whether a call has few queries and groups of heads: the kernel of a CPU reads keys for each head anew."""
+    """Return whether a call has few queries and groups of heads: the kernel of a CPU loads keys again for each head."""
     group, queries = p.num_heads // max(p.num_heads_k, 1), max(p.seqlen_q, 1)
     if group < 4 or not (8 if p.head_dim > 64 else 4) <= group * queries <= 64:
         return False
@@ -133,7 +135,7 @@ def _kernel(p: AttentionProblem) -> ModuleType:
 
 
 def _notes(p: AttentionProblem) -> tuple[str, ...]:
-    """Name the kernel that a call on a GPU takes, and the mask that one on a CPU makes."""
+    """Note the kernel of a call on a GPU, and the mask that a call on a CPU makes."""
     if p.device == "cuda":
         if not runs_flash(p):
             products = " by three products of TF32 on tensor cores" if p.dtype == torch.float32 else ""
@@ -248,7 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gpu_causal_dbias",
         _on_efficient(lambda p: p.window[1] != 0 or not p.needs_grad.bias),
-        lambda p: "the gradient of bias is needed beside causality; memory-efficient attention leaves NaN in it",
+        lambda p: "the gradient of bias is needed with causality; memory-efficient attention leaves NaN in it",
         _TRITON_BACKWARD,
         ("backward",),
         example={"device": "sm_80", "is_causal": True, "bias": (1, 16, 4096, 4096), "bias_grad": True},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm as _size  # of order inf the largest absolute value, of -inf the least; NaN stays
+from torch.linalg import vector_norm as _size  # order inf: maximum |x|; -inf: minimum; NaN stays
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, collapse, make_band
@@ -19,12 +19,12 @@ from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# Causal calls of so many queries are split into blocks. In longer ones few of the keys that the kernel visits are
-# hidden, and it takes more queries at a time.
+# The range of queries for which causal calls are split into blocks. In longer calls only a small part of the visited
+# keys is hidden, and the kernel has larger blocks of queries.
 _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
-# Rows with a larger lse are left to eager, in both passes: roundings of their scores differ by more than exp holds. A
-# bias of -1e9, as padding often has it, is not one of these.
+# Eager computes rows with a larger lse, in both passes, because the rounding of their scores differs by more than exp
+# can represent. This does not include a bias of -1e9, which is usual for padding.
 _EXACT_LSE = 2.0**30
 
 
@@ -43,14 +43,14 @@ def needs_band(p: AttentionProblem) -> bool:
 
 
 def added_dtype(p: AttentionProblem) -> torch.dtype:
-    """Return the dtype of what is added to the scores: that of q if a bias fits into it, else fp32."""
+    """Return the dtype of the tensor that is added to the scores: the dtype of q if it can hold the bias, else fp32."""
     if p.bias is None or p.bias.dtype == p.dtype or p.dtype in (torch.float32, torch.float64):
         return p.dtype
     return torch.float32
 
 
 def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None], Tensor] | None:
-    """Return `(mask, bias) -> what is added to the scores`, broadcast to them; None where nothing is."""
+    """Return (mask, bias) -> the tensor that is added to the scores, broadcast to them, or None."""
     band = make_band(p.seqlen_q, p.seqlen_k, p.window) if needs_band(p) else None
     if band is None and p.mask is None and p.bias is None:
         return None
@@ -70,7 +70,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
 
 
 def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]:
-    """Return `inputs -> q, k, v` as (B, H, L, D) with rows of unit stride: the kernel reads other layouts wrongly."""
+    """Return inputs -> q, k, v as (B, H, L, D) with rows of unit stride: the kernel is wrong for other layouts."""
     is_read = p.head_dim == 1 or p.q_strides[3] == p.k_strides[3] == p.v_strides[3] == 1
     if p.arrival == "heads_first":
         return (lambda x: x[:3]) if is_read else lambda x: (x.q.contiguous(), x.k.contiguous(), x.v.contiguous())
@@ -80,7 +80,7 @@ def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, 
 
 
 def _as_results(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the kernel wrote as (B, L, H, D) and lse; in place, as in `mask_choice.forward_of`."""
+    """Return the result of the kernel as (B, L, H, D) and lse; in place, as in `mask_choice.forward_of`."""
     return out.transpose_(1, 2).contiguous(), lse.contiguous()
 
 
@@ -90,7 +90,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass takes q, k and v as (B, H, L, D), which is how the kernel reads them."""
+    """Return whether a pass takes q, k and v as (B, H, L, D), the layout of the kernel."""
     return p.device == "cpu" and p.arrival == "heads_first" and has_pairs(p)
 
 
@@ -100,7 +100,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return run_without_keys(p)
     added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
     in_blocks = added is None and is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
-    in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # joining would round 16 bits once more
+    in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # combining would round 16 bits again
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = rows(x)
@@ -125,7 +125,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         is_lost = (lse == 0) | is_inexact
         is_great = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
         if mask is not None and x.bias is not None and is_great.any():
-            if is_inexact.any():  # then eager computes all gradients, from scores that it has rounded itself
+            if is_inexact.any():  # then eager computes all gradients, from its own rounded scores
                 is_lost = is_lost | is_great
             else:
                 _, new_out, rest = _attend_less_lse(q, k, v, mask, lse.masked_fill(~is_great, 0.0), is_causal, scale)
@@ -143,10 +143,10 @@ def plan_forward(p: AttentionProblem) -> Forward:
 def _attend_less_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract lse from the scores first, and return what is added to them, and out and lse of the kernel.
+    """Subtract lse from the scores first; return the tensor that is added to them, and out and lse of the kernel.
 
-    Where lse is large its rounding would show in every p, and next to a large bias a score has lost digits. Both passes
-    do this, so that they have the same p.
+    If lse is large, its rounding would affect every p, and scores with a large bias have lost digits. Both passes do
+    this, so that they have the same p.
     """
     added = ((lse.new_zeros(()) if mask is None else mask) - lse[..., None]).expand(*lse.shape, k.shape[2])
     return added, *_FORWARD(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
@@ -171,7 +171,7 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
         if first > 0:
             before, lse_before = _FORWARD(q_block, k[:, :, :first], v[:, :, :first], 0.0, False, scale=scale)
             total = torch.logaddexp(lse, lse_before)
-            if not (_is_usual(lse) and _is_usual(lse_before)):  # a block may have lost what its other block lacks
+            if not (_is_usual(lse) and _is_usual(lse_before)):  # a block may have lost digits of the other
                 total.masked_fill_((lse == 0) | (lse_before == 0), torch.nan)
             out = out.mul_(lse.sub(total).exp_()[..., None])
             out.addcmul_(before, lse_before.sub(total).exp_()[..., None])
@@ -184,7 +184,7 @@ def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
     """Return whether each query attends to a key, bool (B or 1, H or 1, Lq or 1)."""
     for dim in range(3):
         mask = mask[(slice(None),) * dim + (slice(1),)] if mask.stride(dim) == 0 else mask
-    seen = mask != -torch.inf  # NaN is seen
+    seen = mask != -torch.inf  # a bias of NaN is visible
     if not is_causal:
         return seen.any(-1)
     if seen.shape[2] == 1:
@@ -203,7 +203,7 @@ def _without_hidden(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute rows anew that see no key and no bias with NaN or +inf: the kernel adds the mask, and NaN - inf is NaN.
+    """Recompute rows without a visible key or a bias of NaN or +inf: the kernel adds the mask, and NaN - inf is NaN.
 
     `limits` is the mask without the bias.
     """
@@ -245,11 +245,11 @@ def plan_backward(p: AttentionProblem) -> Backward:
         if dlse is None:
             gradients = _BACKWARD(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         else:
-            # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and nothing to delta.
+            # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and leaves delta unchanged.
             columns: tuple[Tensor | float, ...] = (dlse.to(lse.dtype)[..., None], 0.0, 0.0, 1.0, 0.0)
             wider = [_with_column(t, c) for t, c in zip(tensors, columns, strict=True)]
             gradients = [g[..., :dim] for g in _BACKWARD(*wider, lse, 0.0, is_causal, attn_mask=mask, scale=scale)]
-        # The kernel multiplies hidden keys and whole blocks by 0, and spreads what is not finite in them.
+        # The kernel multiplies hidden keys and whole blocks by 0, which spreads inf and NaN of these keys.
         if not sum(_size(g, torch.inf) for g in gradients) < torch.inf:
             return backward_of(EAGER, p)(saved, dout, arrived_dlse)
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in gradients)
@@ -260,7 +260,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 
 def _plan_backward_in_fp32(p: AttentionProblem) -> Backward:
-    """Plan a backward pass that computes out anew: delta of an out in 16 bits would show in the gradients."""
+    """Plan a backward pass that recomputes out, because an out in 16 bits makes delta too inaccurate."""
     single = p._replace(dtype=torch.float32)
     run_forward, run_backward = plan_forward(single), plan_backward(single)
 

@@ -21,7 +21,7 @@ def visible_band(p: AttentionProblem) -> tuple[int, int]:
 
 
 def is_right_for(p: AttentionProblem) -> bool:
-    """Return whether the kernel is right for the window: it takes an open side for one of Lk keys.
+    """Return whether the kernel is right for the window: it treats an unlimited side as one of Lk keys.
 
     Any sequence of a packed call may have more queries than keys.
     """
@@ -65,7 +65,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 def _plan_packed_forward(p: AttentionProblem) -> Forward:
     if not _has_packed_pairs(p):
         return lambda x: fill_empty(*empty_outputs(x.q, x.v), None)
-    # Told of one query each, the kernel takes row i for sequence i where query heads share a key head.
+    # With one query per sequence, and groups of query heads, the kernel assumes that row i is sequence i.
     (is_causal, numbers), longest = _band(p), (max(p.seqlen_q, 2), p.seqlen_k)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -89,10 +89,10 @@ def _has_packed_pairs(p: AttentionProblem) -> bool:
 
 
 def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return where queries and keys of each sequence begin and end, int32 (2 S,).
+    """Return the first row, and the row after the last, of queries and of keys of each sequence, int32 (2 S,).
 
     The kernel takes them for 2 S - 1 sequences. Sequences with odd numbers are gaps between two sequences, mostly of
-    length 0; nobody reads their results.
+    length 0; their results are unused.
     """
     assert x.sequences is not None
     first_q, number_q, first_k, number_k = x.sequences.bounds.unbind(1)
@@ -150,7 +150,7 @@ def _plan_packed_backward(p: AttentionProblem) -> Backward:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Copy x where kernels cannot read it: rows of no unit stride, rows off 16 bytes, or one row read as several."""
+    """Copy x if kernels do not support it: rows without unit stride or alignment to 16 bytes, or expanded rows."""
     unit = 16 // x.element_size()
     others = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     is_read = x.stride(3) == 1 and all(stride > 0 and stride % unit == 0 for stride in others)

@@ -20,14 +20,14 @@ _FORWARD = torch.ops.aten._efficient_attention_forward.default
 _BACKWARD = torch.ops.aten._efficient_attention_backward.default
 
 _CAUSAL_AT_LAST_KEY = 2
-# The kernel reads a row of a bias, and writes one of lse, in units of so many values.
+# The kernel needs rows of a bias, and writes rows of lse, of a multiple of this number of values.
 _BIAS_UNIT, _LSE_UNIT = 8, 32
 # The kernel multiplies scores by log2(e): a bias below this becomes -inf, as in triton and flex (docs/backends.md).
 _LOWEST = -torch.finfo(torch.float32).max * math.log(2)
 
 
 def padded_keys(p: AttentionProblem) -> int:
-    """Return the length of a row of the bias as the kernel reads it."""
+    """Return the length of a row of the bias for the kernel."""
     return -(-p.seqlen_k // _BIAS_UNIT) * _BIAS_UNIT
 
 
@@ -36,7 +36,7 @@ def _mask_type(p: AttentionProblem) -> int:
 
 
 def _plan_added(p: AttentionProblem) -> Callable[[Tensor], Tensor]:
-    """Return `bias -> what the kernel adds`, of the shape of the scores and with rows that it can read."""
+    """Return bias -> the tensor that the kernel adds, of the shape of the scores and with rows that it supports."""
     shape, width = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), padded_keys(p)
 
     def added(bias: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ def plan_forward(p: AttentionProblem) -> Forward:
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         bias = None if x.bias is None else added(x.bias)
         q, k, v = rows(x.q), rows(x.k), rows(x.v)
-        # Without lse some versions of torch take a kernel that reads wrong addresses.
+        # Without lse some versions of torch use a kernel that accesses wrong addresses.
         out, lse, *_ = _FORWARD(q, k, v, bias, None, None, None, None, 0.0, mask_type, True, scale=scale)
         lse = lse[..., : p.seqlen_q].contiguous()
         if x.bias is not None:
-            # The kernel writes 0 for rows that see no key.
+            # The kernel writes 0 for rows without a visible key.
             sees_key = ~(x.bias <= _LOWEST)  # NaN is seen
             if mask_type:
                 shape = (*sees_key.shape[:2], p.seqlen_q, p.seqlen_k)
@@ -102,7 +102,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 
 def _sum_to(dbias: Tensor, bias: Tensor) -> Tensor:
-    """Add the gradients of all scores that share a value of the bias, in fp32."""
+    """Sum the gradients of all scores with the same value of the bias, in fp32."""
     if dbias.shape[1] != bias.shape[1] > 1:
         dbias = dbias.unflatten(1, (bias.shape[1], -1)).sum(2, dtype=torch.float32)
     dims = [dim for dim in range(4) if bias.shape[dim] == 1 < dbias.shape[dim]]

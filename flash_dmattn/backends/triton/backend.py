@@ -21,7 +21,7 @@ from .passes import (
 )
 
 MAX_HEAD_DIM = 512
-# With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
+# With wider heads, tiles of fp32 would need 192 KB of shared memory in the backward pass, and most of their values
 # would spill.
 MAX_FP32_HEAD_DIM = 256
 
@@ -47,7 +47,7 @@ def _is_band(p: AttentionProblem) -> bool:
 
 
 def _has_own_values(p: AttentionProblem) -> bool:
-    """Return whether no two heads or entries share values of a bias by distance."""
+    """Return whether each head and each entry has its own values of a bias by distance."""
     return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None or not p.needs_grad.bias,
         lambda p: (
-            f"the gradient of a bias by distance is needed beside {p.batch} sequences; the kernel that sums it takes "
+            f"the gradient of a bias by distance is needed with {p.batch} sequences; the kernel that sums it takes "
             "whole batches"
         ),
         'use backend=("triton", "eager")',
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "band_sequences",
         lambda p: not _is_band(p) or p.sequences is None,
-        lambda p: f"bias is a Band beside {p.batch} sequences; the kernels read one for whole batches",
+        lambda p: f"bias is a Band with {p.batch} sequences; the kernels read one for whole batches",
         'use backend="eager"',
     ),
     Rule(
@@ -179,7 +179,7 @@ def _load() -> Availability:
 probe = Probe(_load)
 
 
-# How products of fp32 are made, by the word of a call, and what torch's setting is then.
+# How fp32 operands are multiplied, by the precision of a call; {setting} is torch's setting.
 _PRODUCTS = {
     "fp16x3": "by three products of float16 on tensor cores, with the error of float32 ({setting})",
     "bf16x3": "by three products of bfloat16 on tensor cores, with a relative error of about 1e-5 ({setting})",
@@ -202,7 +202,7 @@ def _products_note(p: AttentionProblem) -> tuple[str, ...]:
         why = f"a head dim is above {most}, where pieces of 16 bits do not fit in registers"
     else:
         why = f"{p.seqlen_q} queries take as long as reading the keys"
-    how = _PRODUCTS[precision.word_of(p)].format(setting=setting, why=why)
+    how = _PRODUCTS[precision.problem_precision(p)].format(setting=setting, why=why)
     return (f"multiplies in float32 {how}",)
 
 

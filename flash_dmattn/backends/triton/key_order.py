@@ -13,14 +13,14 @@ from ..mask_choice import follows_order, interval_walk
 
 
 def has_order(p: AttentionProblem, mask: MaskView) -> bool:
-    """Return whether a call takes its keys in the order of its interval mask: it has one, and the call can follow."""
+    """Return whether a call uses its keys in the order of its interval mask, if that has one."""
     return mask.tensors[2].shape[2] > 0 and follows_order(p, mask)
 
 
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView, in_order: bool = True) -> MaskView:
-    """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half.
+    """Convert an interval mask for the kernels: bounds instead of bits, an int64 for each key, start in the low half.
 
-    Without `in_order` keys stay at their own places, whatever the order of the mask.
+    Without `in_order` keys are not moved, whatever the order of the mask.
     """
     walk = interval_walk(p, in_order)(mask)
     classes = walk.row_lists
@@ -32,7 +32,8 @@ def tiles_of_bounds(p: AttentionProblem, mask: MaskView, in_order: bool = True) 
 
 
 def _reads_classes(p: AttentionProblem) -> bool:
-    # The gradients of a shared bias, of one by distance and of head dims above 256 do. The mask does not hold classes.
+    # The gradients of a shared bias, of a bias by distance and of head dims above 256 need classes, which the mask does
+    # not have.
     is_shared = p.dbias_class == "score" or (p.relative is not None and p.needs_grad.bias)
     return is_shared or (any(p.needs_grad) and max(p.head_dim, p.head_dim_v) > 256)
 
@@ -41,9 +42,9 @@ class Ordered:
     """A call whose k, v and bias are in the order of keys of its interval mask; so are their gradients.
 
     Attributes:
-        inputs: the tensors that kernels read. The mask has the form "tiles". A bias that was put in order is fp32, so
-            that its gradient is rounded once. If both the bias and the mask have several entries, it has an entry for
-            each of the batch.
+        inputs: the tensors of the kernels. The mask has the form "tiles". A reordered bias is fp32, so that its
+            gradient is rounded once. If both the bias and the mask have several entries, it has an entry for each of
+            the batch.
         flags: the flags for these tensors.
     """
 
@@ -61,7 +62,7 @@ class Ordered:
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
         start, stop = bounds[:, :, :places].unbind(-1)
-        # Dead keys become zeros. They share tiles with live keys, and p = 0 times NaN in a dead key would be NaN.
+        # Dead keys become zeros. They are in tiles of live keys, and p = 0 times NaN in a dead key would be NaN.
         dead = (
             formula.spread_entries(start >= stop, batch, flags.mask_repeat)
             .expand(batch, heads, places)

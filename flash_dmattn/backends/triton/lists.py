@@ -18,9 +18,9 @@ from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
 MAX_BLOCK_OF_QUERIES = 128
-# Head dims above 256, as of latent heads, have kernels only for 16 bits: tiles of fp32 are too large.
+# Head dims above 256, for example of latent attention, have kernels only for 16 bits: tiles of fp32 are too large.
 MAX_HEAD_DIM, MAX_WIDE_HEAD_DIMS = 256, (576, 512)
-# Tiles of a bool mask are as fast as lists of single keys where Lk * G is so many times K: see docs/notes/lists.md.
+# Tiles of a bool mask are as fast as lists of single keys if Lk * G is at most this multiple of K: docs/notes/lists.md.
 _LEVEL = 256
 
 
@@ -42,7 +42,7 @@ def _fits_tiles(p: AttentionProblem) -> bool:
 
 
 def _pitch(page_size: int, strides: tuple[int, ...]) -> int:
-    """Return the number of rows of keys from a page of a cache to the next; 0 where they are no whole number."""
+    """Return the number of rows of keys from a page of a cache to the next; 0 if it is not an integer."""
     if page_size == 1:
         return 1
     return 0 if strides[1] == 0 or strides[0] % strides[1] else strides[0] // strides[1]
@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
         "list_heads",
         lambda p: p.mask_form != "lists" or (p.mask is not None and p.mask.shape[1] in (1, p.num_heads_k)),
         lambda p: (
-            f"lists have {p.mask.shape[1] if p.mask else 0} heads beside {p.num_heads_k} key-value heads; the kernels "
+            f"lists have {p.mask.shape[1] if p.mask else 0} heads with {p.num_heads_k} key-value heads; the kernels "
             "read a key once for all heads of a group"
         ),
         'use backend="eager"',
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         "list_head_dim",
         lambda p: p.mask_form != "lists" or _fits_tiles(p),
         lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {dtype_name(p.dtype)}, beside lists; the kernels "
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {dtype_name(p.dtype)}, with lists; the kernels "
             f"of lists have tiles for at most {MAX_HEAD_DIM}, and in 16 bits for {MAX_WIDE_HEAD_DIMS[0]} and "
             f"{MAX_WIDE_HEAD_DIMS[1]} (v)"
         ),
@@ -91,9 +91,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "list_sequences",
-        lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.chosen and p.needs_grad.bias),
+        lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.is_list_bias and p.needs_grad.bias),
         lambda p: (
-            f"the gradient of values for blocks of {p.flags.block_k} keys is needed beside {p.batch} sequences; the "
+            f"the gradient of values for blocks of {p.flags.block_k} keys is needed with {p.batch} sequences; the "
             "kernels take single keys there, and sum over none of these blocks"
         ),
         'use backend=("triton", "eager")',
@@ -111,15 +111,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "list_dropout",
         lambda p: p.mask_form != "lists" or p.dropout_p == 0,
-        lambda p: f"dropout_p is {p.dropout_p:g} beside lists; the kernels of lists drop nothing",
+        lambda p: f"dropout_p is {p.dropout_p:g} with lists; the kernels of lists drop nothing",
         'use backend="eager"',
     ),
     Rule(
         "list_bias",
         lambda p: p.mask_form != "lists" or _has_key_bias(p),
         lambda p: (
-            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
-            "of lists read one value per key, have no gradient of it, and read none beside sequences"
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} with lists; the kernels "
+            "of lists read one value per key, have no gradient of it, and read none with sequences"
         ),
         "pass biases.ListBias(values, bias), with zeros for values",
     ),
@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
 def notes(p: AttentionProblem) -> tuple[str, ...]:
     """Note where tiles of a bool mask would be as fast as a call with lists."""
     if p.sequences is not None:
-        blocks = ("takes blocks of keys as single keys beside sequences",)
+        blocks = ("takes blocks of keys as single keys with sequences",)
         return blocks if p.flags.block_k > 1 else ()
     group = p.num_heads // p.num_heads_k
     if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.list_size:
@@ -143,7 +143,7 @@ def notes(p: AttentionProblem) -> tuple[str, ...]:
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls with lists."""
     if p.sequences is not None:
-        return _forward_beside_sequences(p)
+        return _forward_with_sequences(p)
     if not (has_pairs(p) and p.flags.list_size):
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
@@ -158,7 +158,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls with lists."""
     if p.sequences is not None:
-        return _backward_beside_sequences(p)
+        return _backward_with_sequences(p)
     if not (has_pairs(p) and p.flags.list_size):
         return differentiate_without_keys(p)
     calls, numbers = _kernels(), _numbers(p)
@@ -187,7 +187,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     return backward
 
 
-def _forward_beside_sequences(p: AttentionProblem) -> Forward:
+def _forward_with_sequences(p: AttentionProblem) -> Forward:
     if not has_pairs(p):
         return run_without_keys(p)
     run = plan_forward(_of_rows(p))
@@ -200,14 +200,14 @@ def _forward_beside_sequences(p: AttentionProblem) -> Forward:
     return forward
 
 
-def _backward_beside_sequences(p: AttentionProblem) -> Backward:
+def _backward_with_sequences(p: AttentionProblem) -> Backward:
     if not has_pairs(p):
         return differentiate_without_keys(p)
     run = plan_backward(_of_rows(p))
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Any) -> Gradients:
         rows, is_used = _in_rows(p, saved.inputs)
-        # exp(sink - inf) is 0: rows of no sequence add nothing to the gradient of a sink.
+        # exp(sink - inf) is 0, so that rows of no sequence do not contribute to the gradient of a sink.
         return run(Saved(rows, saved.out, saved.lse.masked_fill(~is_used, torch.inf)), dout, dlse, **more)
 
     return backward
@@ -224,11 +224,11 @@ def _of_rows(p: AttentionProblem) -> AttentionProblem:
 
 
 def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
-    """Turn a call with sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
+    """Turn a call with sequences into one without: its lists have rows of packed keys, of a slot or of a cache.
 
-    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are shortened to keys that their
-    queries see, so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq).
-    Nothing waits for the device.
+    Blocks become single keys, because a sequence may begin anywhere in a block. Lists are shortened to visible keys, so
+    the call needs no other limit. Also return whether each query belongs to a sequence, bool (B, 1, Lq). There is no
+    synchronisation with the device.
     """
     from ...masks.prepared.lists import keys_seen  # importing flash_dmattn does not need it
 
@@ -240,7 +240,7 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
     first, low, high = (each.to(torch.int32) for each in limits)
     if p.flags.block_k > 1:
         keys, slots = _keys_of_blocks(keys, slots, p.flags.block_k, low if p.flags.left >= 0 else None)
-    # Lists ascend, so keys that a query does not see, because lengths have changed since, are the last of its list.
+    # Lists ascend, so keys that are hidden now, because lengths have changed, are the last of a list.
     there = (keys >= 0) & (keys <= high)
     if pages is None or spec.rows_k == 0:
         keys = keys + first
@@ -257,7 +257,7 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
 
 
 def _keys_of_blocks(keys: Tensor, slots: Tensor, size: int, low: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the keys of blocks from `low` on, and the slots of their blocks, with -1 behind them."""
+    """Return the keys of blocks from `low` on, and the slots of their blocks, padded with -1."""
     own = slots if slots.shape[3] else torch.arange(keys.shape[3], dtype=keys.dtype, device=keys.device)
     singles = keys.unsqueeze(4) * size + torch.arange(size, dtype=keys.dtype, device=keys.device)
     singles = singles.masked_fill(keys.unsqueeze(4) < 0, -1).flatten(3)
@@ -291,9 +291,9 @@ def _numbers(p: AttentionProblem) -> tuple[object, ...]:
 
 
 def _operands(p: AttentionProblem, x: Inputs) -> tuple[Tensor | None, ...]:
-    """Return what the kernels read: q, k, v, keys, count, slots, values, a bias per key and the sink."""
+    """Return the arguments of the kernels: q, k, v, keys, count, slots, values, a bias per key and the sink."""
     keys, count, slots = x.mask.tensors
-    values, bias = (x.bias, None) if p.flags.chosen else (None, x.bias)
+    values, bias = (x.bias, None) if p.flags.is_list_bias else (None, x.bias)
     if bias is not None:
         bias = spread_entries(bias[:, :, :1], p.batch, p.flags.bias_repeat)
     q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))

@@ -28,9 +28,9 @@ from ..protocol import Backward, Direction, Forward, ForwardTangents
 from . import lists
 from .key_order import Ordered, has_order, tiles_of_bounds
 
-# Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
+# Calls up to these numbers of keys, and of (query, key) pairs in all heads, use a bool mask without packing it.
 FEW_KEYS, FEW_PAIRS = 1024, 2**21
-# From this many keys on, reading k and v once for a whole group pays.
+# From this number of keys on, it is faster to load k and v once for a whole group.
 GROUP_ROWS_FROM = 512
 
 _launch: ModuleType | None = None
@@ -39,13 +39,13 @@ _launch: ModuleType | None = None
 def kernels() -> ModuleType:
     """Import the launch module at first use: importing Triton takes a second, and it may not be installed."""
     global _launch
-    if _launch is None:  # kept, because the import system takes two microseconds
+    if _launch is None:  # cached, because an import statement takes two microseconds
         _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
     return _launch
 
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass of a call runs the kernel of short rows, which reads a mask in any form."""
+    """Return whether a pass of a call runs the kernel of short rows, which supports a mask in any form."""
     if p.relative is not None:
         return False
     call = kernels().ShortCall.described(p)
@@ -54,7 +54,7 @@ def is_short(p: AttentionProblem, direction: Direction) -> bool:
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
-    """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
+    """Return whether the heads of a group, with one query each, become rows of one tile, to load k and v once.
 
     Dropout forbids it, because its random numbers go by tiles of queries of one head. A bias by distance forbids it,
     because rows of one query have one distance to a key. A bool mask is packed after that.
@@ -72,9 +72,9 @@ def _shares_keys_of_group(p: AttentionProblem) -> bool:
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:
-    """Return whether a call is so small that two more launches, to pack its bool mask, take longer than they save.
+    """Return whether a call is so small that packing its bool mask, by two launches, takes longer than it saves.
 
-    In fp32 the kernels that read bools spill a hundred registers a thread.
+    In fp32 the kernels that load bools spill a hundred registers per thread.
     """
     return (
         p.dtype.itemsize == 2
@@ -84,7 +84,7 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass of a call takes a bool mask as it is; with sequences see `packs_beside_sequences`."""
+    """Return whether a pass uses a bool mask without packing it; with sequences see `packs_for_sequences`."""
     if p.sequences is not None:
         return False
     if direction == "tangents":
@@ -95,8 +95,8 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
 def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
-    Head-first tensors are only for passes with short rows. Their backward pass allocates gradients like q, k and v,
-    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of large heads, which cuts rows.
+    Head-first tensors are only for passes with short rows. Their backward pass allocates gradients like q, k and v, so
+    these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of large heads, which splits rows.
     """
     if p.mask_form == "lists":
         return False
@@ -144,7 +144,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         key = (plan_token, x.q.get_device(), *_places(x))
         plan = plans.get(key)
         if plan is None:
-            plan = plans.keep(key, run_on(x.q, make_plan, x))
+            plan = plans.put(key, run_on(x.q, make_plan, x))
         run_on(x.q, plan, x, *results)
         return results
 
@@ -218,11 +218,11 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        # Whether entropies have a gradient; it is aligned, as it was just made.
+        # Whether entropies have a gradient, which is always aligned, because it was just allocated.
         key = (plan_token, x.q.get_device(), saved.lse.dtype, strides, len(sent), *places)
         plan = plans.get(key)
         if plan is None:
-            plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
+            plan = plans.put(key, run_on(x.q, make_plan, x, dout, dlse))
         gradients: Gradients = run_on(x.q, plan, saved, dout, dlse, *sent)
         return gradients
 
@@ -230,7 +230,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 
 def _tiles_of_tree(p: AttentionProblem, x: Inputs) -> MaskView:
-    """Convert a tree for the backward kernels, which read none: a mask of all keys, with the window of the call."""
+    """Convert a tree for the backward kernels, which lack it: to a mask of all keys, with the window of the call."""
     from ...masks.prepared.operators import packer_for  # importing flash_dmattn does not need it
     from ...masks.prepared.packing import unpack_tree
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ... import Sequences, attention
 from ...biases import Bias
+from ...caches import TensorCache
 from ...call import prepare_call, run_call
 from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...masks.split import separate
 from ...problem import RawFlags, check_tensor, collapse, counts_changes, dtype_name
-from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias, is_called_without, is_captured, makes_zeros
@@ -94,57 +94,27 @@ def attend(
         sequences = take_packed(others, query.shape[0])
         refuse_unknown(module, others)
     if indices is not None:
-        attention_mask = _chosen(module, indices, attention_mask)
-    # An object of another type, such as a BlockMask, must not count as no mask.
-    if attention_mask is not None and not isinstance(attention_mask, LayerMask):
-        check_tensor("attention_mask", attention_mask)
-    if position_bias is not None and not isinstance(position_bias, TableBias):
-        check_tensor("position_bias", position_bias)
-    table = position_bias if isinstance(position_bias, TableBias) else None
-    bias: Tensor | None = None
-    if isinstance(position_bias, Tensor) and not _is_empty_bias(module, position_bias):
-        bias = position_bias
-    dense = None
-    if isinstance(attention_mask, Tensor):
-        if attention_mask.dim() != 4:
-            shape = tuple(attention_mask.shape)
-            raise ValueError(
-                f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
-            )
-        if attention_mask.is_floating_point():  # it is split into a bool mask and a bias
-            dense, rest = _parts(attention_mask)
-            if table is not None and rest is not None:
-                lengths = query.shape[2], key.shape[2]
-                bias, table = table.relative(*lengths).dense(*lengths), None
-            bias = rest if bias is None else bias if rest is None else bias + rest
-        elif attention_mask.dtype == torch.bool:
-            dense = attention_mask
-        else:
-            dtype = dtype_name(attention_mask.dtype)
-            raise TypeError(f"attention_mask has dtype {dtype}; with 4 dims it needs to be bool, or float to be added")
-    elif isinstance(attention_mask, LayerMask) and attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
-        raise ValueError(
-            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer "
-            f"has {query.shape[2]} and {key.shape[2]}"
-        )
+        attention_mask = _restrict(module, indices, attention_mask)
+    _check_masks(attention_mask, position_bias, query.shape[2], key.shape[2])
+    mask, bias, table = _split_masks(module, attention_mask, position_bias, query.shape[2], key.shape[2])
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sequences is not None:
         values = bias if table is None else table.values
-        arguments = _packed_arguments(sequences, attention_mask, values, _is_causal(module, is_causal))
+        arguments = _packed_arguments(sequences, attention_mask, values, is_causal)
     elif isinstance(attention_mask, LayerMask):
         first = attention_mask.first_keys() if context is None else None
         if first is None:
             arguments = attention_mask.arguments(bias is not None or table is not None)
         else:
             arguments, keys = first
-            key, value, bias = key[:, :, :keys], value[:, :, :keys], None if bias is None else bias[..., :keys]
-    elif isinstance(attention_mask, Tensor):
-        arguments = MaskArguments(dense)
+            key, value, bias = _first_keys(key, value, bias, keys)
+    elif attention_mask is not None:
+        arguments = MaskArguments(mask)
     else:
-        arguments = MaskArguments(
-            is_causal=_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None)
-        )
+        arguments = MaskArguments(is_causal=is_causal and (query.shape[2] > 1 or context is not None))
         if arguments.is_causal and query.shape[2] != key.shape[2]:
-            key, value, bias = _align_top_left(query, key, value, bias)
+            _check_top_left(query.shape[2], key.shape[2])
+            key, value, bias = _first_keys(key, value, bias, query.shape[2])
     if sliding_window is not None and not isinstance(attention_mask, Tensor):
         _refuse_forgotten_window(sliding_window, attention_mask, arguments, key.shape[2])
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
@@ -163,9 +133,10 @@ def attend(
         call |= {"softcap": softcap, "dropout_p": dropout, "deterministic": deterministic}
         show_observers(module, call)
     if is_plain:
-        mask, is_causal, window, _ = arguments
-        raw_flags = RawFlags(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
-        layer = prepare_call(query, key, value, mask, added, sink, None, raw_flags, heads_first=True)
+        raw_flags = RawFlags(
+            arguments.is_causal, scaling, softcap, arguments.window_size, deterministic, dropout_p=dropout
+        )
+        layer = prepare_call(query, key, value, arguments.mask, added, sink, None, raw_flags, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if context is None:
         out = attention(**call)
@@ -173,6 +144,66 @@ def attend(
         out = attend_over_ranks(context, call, attention_mask, is_packed=sequences is not None)
     assert isinstance(out, Tensor)
     return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
+
+
+def _check_masks(
+    attention_mask: Tensor | LayerMask | None, position_bias: Tensor | TableBias | None, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Refuse masks and biases of another type or dtype, and masks for other lengths."""
+    # An object of another type, such as a BlockMask, must not count as no mask.
+    if attention_mask is not None and not isinstance(attention_mask, LayerMask):
+        check_tensor("attention_mask", attention_mask)
+    if position_bias is not None and not isinstance(position_bias, TableBias):
+        check_tensor("position_bias", position_bias)
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.dim() != 4:
+            shape = tuple(attention_mask.shape)
+            raise ValueError(
+                f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
+            )
+        if not attention_mask.is_floating_point() and attention_mask.dtype != torch.bool:
+            dtype = dtype_name(attention_mask.dtype)
+            raise TypeError(f"attention_mask has dtype {dtype}; with 4 dims it needs to be bool, or float to be added")
+    elif attention_mask is not None and attention_mask.shape[2:] != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer "
+            f"has {seqlen_q} and {seqlen_k}"
+        )
+
+
+def _split_masks(
+    module: nn.Module,
+    attention_mask: Tensor | LayerMask | None,
+    position_bias: Tensor | TableBias | None,
+    seqlen_q: int,
+    seqlen_k: int,
+) -> tuple[Tensor | None, Tensor | None, TableBias | None]:
+    """Return the bool mask of a tensor, and the sum of a float mask and `position_bias`: a tensor or a table."""
+    table = position_bias if isinstance(position_bias, TableBias) else None
+    bias: Tensor | None = None
+    if isinstance(position_bias, Tensor) and not _is_empty_bias(module, position_bias):
+        bias = position_bias
+    if not isinstance(attention_mask, Tensor):
+        return None, bias, table
+    if attention_mask.dtype == torch.bool:
+        return attention_mask, bias, table
+    mask, rest = _split_float_mask(attention_mask)
+    if table is not None and rest is not None:
+        bias, table = table.relative(seqlen_q, seqlen_k).dense(seqlen_q, seqlen_k), None
+    return mask, rest if bias is None else bias if rest is None else bias + rest, table
+
+
+def _first_keys(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    return key[:, :, :keys], value[:, :, :keys], None if bias is None else bias[..., :keys]
+
+
+def _check_top_left(seqlen_q: int, seqlen_k: int) -> None:
+    """Check a causal call without a mask, in which transformers lets query i attend to keys up to i."""
+    if seqlen_k < seqlen_q:
+        raise ValueError(
+            f"attention is causal without a mask, of {seqlen_q} queries and {seqlen_k} keys; it needs at least as many "
+            "keys, or an attention_mask"
+        )
 
 
 # The arguments that may change the result, so `register` refuses to ignore them.
@@ -188,7 +219,7 @@ def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
     return attend_ignoring
 
 
-def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
+def _restrict(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
     """Restrict a mask to chosen keys.
 
     The result is a dense mask and not a mask of lists, because the model has computed scores of all pairs anyway. Its
@@ -201,7 +232,7 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
     return chosen.scatter_(3, indices.unsqueeze(1).long(), True) & mask
 
 
-def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _split_float_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Split a float mask into a bool mask and a bias, once for all layers.
 
     A learned mask is only a bias, and so is any mask in a graph, where values are unknown.
@@ -227,7 +258,7 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-_copies, _zeros, _limits = Kept(), Kept(), Kept()
+_copies, _zeros, _limits = TensorCache(), TensorCache(), TensorCache()
 
 
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -241,7 +272,7 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     def copied() -> Tensor:
         return collapse(bias, range(bias.dim())).to(dtype).contiguous()
 
-    # Not kept for a leaf that needs a gradient, because its copy would keep it alive; nor in a compiler, which finds
+    # Not cached for a leaf that needs a gradient, because its copy would keep it alive; nor in a compiler, which finds
     # equal expressions. A CUDA graph has to copy at each replay.
     if torch.compiler.is_compiling() or is_captured(bias) or (bias.is_leaf and bias.requires_grad):
         return copied()
@@ -287,7 +318,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         alias = limits_q.detach()
         return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
 
-    # Kept, because all layers have the same tensors.
+    # Cached, because all layers have the same tensors.
     key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
     sequences: Sequences = _limits.get(key, tensors, made)
     return sequences
@@ -302,10 +333,6 @@ def _bound(longest: Any) -> int | None:
     if isinstance(longest, Tensor):
         return None if torch.compiler.is_compiling() or is_captured(longest) else int(longest)
     return longest
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
@@ -372,19 +399,6 @@ def _packed_arguments(
     assert isinstance(mask, LayerMask)
     padding = None if mask.padding is None else mask.padding[0]  # (1, 1, Lk): packed keys have no batch dim
     return MaskArguments(padding, mask.is_causal, mask.window, sequences)
-
-
-def _align_top_left(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cut off keys after the last query: without a mask, keys up to i are visible to query i in transformers."""
-    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    if seqlen_k < seqlen_q:
-        raise ValueError(
-            f"attention is causal without a mask, of {seqlen_q} queries and {seqlen_k} keys; it needs at least as many "
-            "keys, or an attention_mask"
-        )
-    return key[:, :, :seqlen_q], value[:, :, :seqlen_q], None if bias is None else bias[..., :seqlen_q]
 
 
 def attend_over_ranks(

@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from ... import Sequences
+from ...caches import TensorCache
 from ...definition import is_transformed
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
-from ...remembered import Kept
 from .models import MODELS_ASK_FOR_TENSORS, is_captured, masking_utils, read_tables, refuse_config_without_interface
 
 # Devices with kernels for prepared masks; elsewhere these would be unpacked again.
@@ -256,7 +256,7 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "blockwise_overlay":
         return None  # only the union with causality is supported
     if maker == "or_masks":
-        return _blocks_beside_causality(held["mask_functions"])
+        return _blocks_with_causality(held["mask_functions"])
     return _all_of([read_rule(part) for part in held["mask_functions"]])
 
 
@@ -279,7 +279,7 @@ def rule_of_flags(
     return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
 
 
-def _blocks_beside_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
+def _blocks_with_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
     """Return the rule of a union of causality and blocks, in this order; None for another union."""
     if len(functions) != 2 or functions[0] is not masking_utils.causal_mask_function:
         return None
@@ -427,7 +427,7 @@ def _used_keys(
     return used if rule.is_causal and 0 < used < kv_length else _MISALIGNED
 
 
-_full = Kept()  # whether padding hides no key
+_full = TensorCache()  # whether padding hides no key
 
 
 def _padding(

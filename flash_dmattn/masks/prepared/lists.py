@@ -36,14 +36,14 @@ class SeenKeys(NamedTuple):
     """The keys that each query may see with sequences; all (1 or S, rows), int64 except for `is_used`.
 
     Attributes:
-        own: the sequence of the row; an arbitrary one for a row of no sequence.
+        sequence: the sequence of the row; an arbitrary one for a row of no sequence.
         is_used: whether the row is a query of a sequence.
         first: the first key of that sequence among the rows of k; 0 if keys are not packed.
         low, high: the first and the last key that it may see, as positions in the sequence; `high` is -1 if it may see
             no key.
     """
 
-    own: Tensor
+    sequence: Tensor
     is_used: Tensor
     first: Tensor
     low: Tensor
@@ -62,13 +62,13 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> Se
     if spec.number == 0 or spec.rows_q == 0:
         nobody = bounds.new_zeros(shape, dtype=torch.int64)
         return SeenKeys(nobody, nobody > 0, nobody, nobody, nobody - 1)
-    own, place, is_used = token_places(bounds, *shape, spec.packs_queries)
-    _, seqlen_q, first, seqlen_k = bounds[own].long().unbind(1)
+    sequence, place, is_used = token_places(bounds, *shape, spec.packs_queries)
+    _, seqlen_q, first, seqlen_k = bounds[sequence].long().unbind(1)
     diagonal, (left, right) = place + seqlen_k - seqlen_q, window
     low = torch.zeros_like(place) if left < 0 else (diagonal - left).clamp(min=0)
     high = seqlen_k - 1 if right < 0 else torch.minimum(diagonal + right, seqlen_k - 1)
     high = torch.where(is_used, high, -1).clamp(min=-1)
-    return SeenKeys(*(x.view(shape) for x in (own, is_used, first, low, high)))
+    return SeenKeys(*(x.view(shape) for x in (sequence, is_used, first, low, high)))
 
 
 def ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,14 +92,14 @@ def _ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Ten
     slots, count = torch.empty_like(keys), keys.new_empty(index.shape[:3])
     # Key and slot are packed in one integer; a sort of int32 takes half the time of int64.
     narrow = torch.int32 if (blocks + 1) * max(places, 1) < 2**31 else torch.int64
-    own = torch.arange(places, dtype=narrow, device=index.device)
+    slot = torch.arange(places, dtype=narrow, device=index.device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * places))
     for start in range(0, number, step):
         rows = slice(start, min(start + step, number))
         part = index[:, :, rows].long()
         seen = (part >= low[..., rows, None]) & (part <= high[..., rows, None]) & (part >= 0) & (part < blocks)
         part = torch.where(seen, part, blocks).to(narrow)
-        packed = (part * places + own).sort(-1).values
+        packed = (part * places + slot).sort(-1).values
         key = torch.div(packed, max(places, 1), rounding_mode="floor")
         again = torch.zeros_like(key, dtype=torch.bool)
         again[..., 1:] = key[..., 1:] == key[..., :-1]

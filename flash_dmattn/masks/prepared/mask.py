@@ -27,9 +27,9 @@ from ...problem import (
     check_type,
     check_window,
     collapse,
+    find_packing,
     make_band,
     merge,
-    packing_of,
     values_can_be_read,
 )
 from ...sequences.layout import Sequences
@@ -54,7 +54,7 @@ from .lists import best, keys_seen, ordered, seen_blocks
 from .operators import (
     interval_walk,
     one_row_form,
-    pack_beside,
+    pack_for_sequences,
     packer_for,
     prepared_view,
     run_mask_intervals,
@@ -178,14 +178,14 @@ class PreparedMask(ABC):
             [[[0, 1, 2]]]
         """
         if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
-            other = "beside sequences" if sequences is not None else "with as_tiles=True"
+            other = "with sequences" if sequences is not None else "with as_tiles=True"
             raise ValueError(f"find_intervals is True; {other} it needs to be False")
         if sequences is not None:
             if reorder is not None:
-                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None")
+                raise ValueError(f"reorder is {reorder}; with sequences it needs to be None")
             mask4 = bool_mask("mask", mask)
-            spec = _spec_beside("mask", mask, sequences, seqlen_q, seqlen_k)
-            packing = packing_of("mask", mask.shape, spec)
+            spec = _sequence_spec("mask", mask, sequences, seqlen_q, seqlen_k)
+            packing = find_packing("mask", mask.shape, spec)
             check_scores("mask", mask4.shape, packing, spec, None)
             return cls._packed(mask4, packing, sequences, spec, _band_fields(is_causal, window_size))
         mask, leading = _folded(mask)
@@ -617,13 +617,13 @@ class PreparedMask(ABC):
         window, numbers = causal_window(**limits), {"block_size": blocks, **limits}
         if sequences is not None:
             if blocks[0] != 1:
-                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1")
+                raise ValueError(f"block_size[0] is {blocks[0]}; with sequences each query has a list of its own, 1")
             seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
-            spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
+            spec = _sequence_spec("index", index, sequences, seqlen_q, seqlen_k)
             lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
-            bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
+            bounds, entries = sequences.make_bounds(spec), 1 if spec.packs_queries else spec.number
             if index.shape[0] not in (1, entries):
-                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}")
+                raise ValueError(f"index has a batch of {index.shape[0]}; with these sequences it needs {entries}")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
                 # Rows without keys may list any.
@@ -735,13 +735,13 @@ class PreparedMask(ABC):
             low, high = seen_blocks(blocks, lengths, make_band(*lengths, window), one.device)
             tensors = best(scores, allowed, low, high, sizes, k, local)
             return cls._made("lists", tensors, **numbers, leading=leading)
-        spec = _spec_beside("scores", one, sequences, *lengths)
+        spec = _sequence_spec("scores", one, sequences, *lengths)
         if spec.layout != "packed" or blocks != (1, 1) or batch != 1:
             raise ValueError(
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
                 "1, single keys and packed sequences"
             )
-        _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
+        _, _, first, low, high = (x[0] for x in keys_seen(sequences.make_bounds(spec), spec, window))
         low, high = low + first, torch.where(high < 0, -1, high + first)
         keys, count, slots = best(scores, allowed, low, high, sizes, k, local)
         keys = torch.where(keys < 0, -1, keys - first[:, None].to(torch.int32))
@@ -829,11 +829,11 @@ class PreparedMask(ABC):
         [[1, 0], [1, 0], [1, 1]]
         """
         mask4 = bool_mask("flat", flat)
-        spec = _spec_beside("flat", flat, sequences, seqlen_q, seqlen_k)
+        spec = _sequence_spec("flat", flat, sequences, seqlen_q, seqlen_k)
         if flat.dim() not in (1, 2):
             raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs)")
         if values_can_be_read(flat):
-            bounds = sequences.bounds_of(spec)
+            bounds = sequences.make_bounds(spec)
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
                 raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences")
@@ -866,7 +866,7 @@ class PreparedMask(ABC):
     def _packed(
         cls, mask: Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
     ) -> PreparedMask:
-        tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
+        tensors = pack_for_sequences(mask, sequences.make_bounds(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
 
     @property
@@ -1009,19 +1009,19 @@ def _check_compact(compact: bool, reorder: bool | None) -> None:
         raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out")
 
 
-def _spec_beside(
+def _sequence_spec(
     name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
     """Describe the sequences of a mask for calls with these lengths, and check that they are on the mask's device."""
     check_type("sequences", sequences, Sequences, "a flash_dmattn.Sequences")
     if seqlen_q is None:
-        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3]")
+        raise ValueError("seqlen_q is None; with sequences it needs to be q.shape[-3]")
     if seqlen_k is None:
         raise ValueError(
-            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size"
+            "seqlen_k is None; with sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size"
         )
     check_device(name, mask.device, sequences.device, "sequences")
-    return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
+    return sequences.describe_rows(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
 def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[Tensor] | None:

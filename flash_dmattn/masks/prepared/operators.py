@@ -203,29 +203,29 @@ _run_prepare = unless_watched(_PREPARE, _prepare_mask)
 _map_entries("prepare_mask", _PREPARE)
 
 
-def pack_beside(
+def pack_for_sequences(
     mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[Tensor]:
     """Pack a mask for sequences by the operator, with the arguments and the result of `pack_sequences`."""
     # Collapsed before the operator: its result may depend on sizes, but not on strides, which compilers change.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
-    tensors: list[Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
+    tensors: list[Tensor] = _PACK_FOR_SEQUENCES(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors
 
 
-def _spec_of(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
+def _read_spec(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
     """Return the spec and the window from the last arguments of the operator."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
 
-def _pack_beside(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
-    spec, window = _spec_of(bounds, *sizes)
+def _pack_for_sequences(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
+    spec, window = _read_spec(bounds, *sizes)
     return packer_for(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
 
 
-def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
-    spec, _ = _spec_of(bounds, *sizes)
+def _pack_for_sequences_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
+    spec, _ = _read_spec(bounds, *sizes)
     all_q, all_k = row_counts(spec)
     columns, rows = tiles(spec.max_seqlen_k), tiles(spec.max_seqlen_q)
 
@@ -240,14 +240,14 @@ def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *
     ]
 
 
-_PACK_BESIDE = define(
+_PACK_FOR_SEQUENCES = define(
     "prepare_sequence_mask",
     "(Tensor mask, Tensor bounds, str mask_packing, str layout, SymInt rows_q, SymInt rows_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, int left, int right) -> Tensor[]",
-    _pack_beside,
-    _pack_beside_fake,
+    _pack_for_sequences,
+    _pack_for_sequences_fake,
 )
-map_each("prepare_sequence_mask", _PACK_BESIDE)
+map_each("prepare_sequence_mask", _PACK_FOR_SEQUENCES)
 
 
 def _score_keys_fake(scores: Tensor, allowed: Tensor | None) -> Tensor:

@@ -201,9 +201,9 @@ class TiledSide(NamedTuple):
     def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return for each tile number its sequence, its index there, and whether the tile exists; S is at least 1."""
         number = torch.arange(self.tiles, device=self.first.device)
-        own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
-        place = number - self.first_tile[own]
-        return own, place, (place >= 0) & (place * TILE < self.lengths[own])
+        sequence = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
+        place = number - self.first_tile[sequence]
+        return sequence, place, (place >= 0) & (place * TILE < self.lengths[sequence])
 
 
 def row_counts(spec: SequenceSpec) -> tuple[int, int]:
@@ -222,7 +222,7 @@ def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
-def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
+def tiled_sides(bounds: Tensor, spec: SequenceSpec) -> tuple[TiledSide, TiledSide]:
     """Return the `TiledSide` of queries and of keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
@@ -238,7 +238,7 @@ def pack_sequences(
     The bool mask has the layout of `attention` with these sequences; for "ragged" it is (1, Hm, 1, N), for "tree"
     (S or 1, 1, n, n). The window has causality folded in.
     """
-    queries, keys = sides_of(bounds, spec)
+    queries, keys = tiled_sides(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)
     bits = torch.zeros(num_heads, queries.rows, columns * TILE_WORDS, dtype=torch.int32, device=mask.device)
     if not packs_nothing(mask, spec):
@@ -259,10 +259,10 @@ def _inside(
 ) -> Tensor:
     """Return the keys of its sequence that the window permits each row: bool (rows, max_seqlen_k)."""
     left, right = window
-    own, place, is_used = tokens
-    column = torch.arange(max_seqlen_k, device=own.device)
-    diagonal = (place + keys.lengths[own] - queries.lengths[own])[:, None]
-    allowed = (column < keys.lengths[own][:, None]) & is_used[:, None]
+    sequence, place, is_used = tokens
+    column = torch.arange(max_seqlen_k, device=sequence.device)
+    diagonal = (place + keys.lengths[sequence] - queries.lengths[sequence])[:, None]
+    allowed = (column < keys.lengths[sequence][:, None]) & is_used[:, None]
     if left >= 0:
         allowed &= column >= diagonal - left
     if right >= 0:
@@ -280,25 +280,25 @@ def _rows_of(
     number: int,
 ) -> Tensor:
     """Return the mask of the rows `tokens`, which begin at row `start`: bool (Hm, rows, number of keys or 1)."""
-    own, place, _ = tokens
+    sequence, place, _ = tokens
 
     def within(size: int, index: Tensor) -> Tensor:
         return index.clamp(0, size - 1)  # rows and keys of no sequence get any value; `_inside` hides them
 
     if mask_packing == "queries":
-        return mask[0, :, start : start + len(own)] if mask.shape[2] > 1 else mask[0]
+        return mask[0, :, start : start + len(sequence)] if mask.shape[2] > 1 else mask[0]
     if mask_packing == "none":
-        return mask[within(mask.shape[0], own), :, within(mask.shape[2], place)].transpose(0, 1)
+        return mask[within(mask.shape[0], sequence), :, within(mask.shape[2], place)].transpose(0, 1)
     if mask_packing == "tree":
-        earlier = keys.lengths[own] - queries.lengths[own]
+        earlier = keys.lengths[sequence] - queries.lengths[sequence]
         token = torch.arange(number, device=mask.device) - earlier[:, None]
-        tree = mask[within(mask.shape[0], own), 0, within(mask.shape[2], place)]
+        tree = mask[within(mask.shape[0], sequence), 0, within(mask.shape[2], place)]
         return (tree.gather(1, within(mask.shape[3], token)) | (token < 0))[None]
     if mask_packing == "keys":
-        first = keys.first[own]
+        first = keys.first[sequence]
     else:
         pairs = queries.lengths * keys.lengths
-        first = (pairs.cumsum(0) - pairs)[own] + place * keys.lengths[own]
+        first = (pairs.cumsum(0) - pairs)[sequence] + place * keys.lengths[sequence]
     index = first[:, None] + torch.arange(number, device=mask.device)
     return mask[0, :, 0][:, within(mask.shape[3], index)]
 
@@ -309,12 +309,12 @@ def _classify(bits: Tensor, queries: TiledSide, columns: int) -> Tensor:
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
     if classes.numel() == 0 or queries.rows == 0 or len(queries.first) == 0:
         return classes
-    own, place, exists = queries.tile_places()
+    sequence, place, exists = queries.tile_places()
     # Rows after the end are replaced by the last row, which does not change the class.
     row = torch.minimum(
-        place[:, None] * TILE + torch.arange(TILE, device=bits.device), queries.lengths[own][:, None] - 1
+        place[:, None] * TILE + torch.arange(TILE, device=bits.device), queries.lengths[sequence][:, None] - 1
     )
-    row = (queries.first[own][:, None] + row).clamp(0, queries.rows - 1)
+    row = (queries.first[sequence][:, None] + row).clamp(0, queries.rows - 1)
     step = max(1, CHUNK_ELEMENTS // max(1, num_heads * TILE * words))
     for start in range(0, queries.tiles, step):
         classes[:, start : start + step] = classify(bits[:, row[start : start + step]]).squeeze(2)
@@ -326,10 +326,10 @@ def _by_column(classes: Tensor, queries: TiledSide, keys: TiledSide, most_rows: 
     num_heads, rows, columns = classes.shape
     if classes.numel() == 0 or len(queries.first) == 0:
         return classes.new_zeros(num_heads, keys.tiles, most_rows)
-    own, place, has_keys = keys.tile_places()
+    sequence, place, has_keys = keys.tile_places()
     inner = torch.arange(most_rows, device=classes.device)
-    exists = (inner * TILE < queries.lengths[own][:, None]) & has_keys[:, None]
-    row = (queries.first_tile[own][:, None] + inner).clamp(max=rows - 1)
+    exists = (inner * TILE < queries.lengths[sequence][:, None]) & has_keys[:, None]
+    row = (queries.first_tile[sequence][:, None] + inner).clamp(max=rows - 1)
     return torch.where(exists, classes[:, row, place.clamp(0, columns - 1)[:, None]], 0)
 
 

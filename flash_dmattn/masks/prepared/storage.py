@@ -55,9 +55,9 @@ class BatchMask(PreparedMask):
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
         """Expand the leading dims to `dims`, which may be longer than `batch_dims`, with a copy of the tensors."""
-        own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
+        dims_in_view = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
         tensors = [
-            x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
+            x.view(*dims_in_view, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
             for x in self.tensors
         ]
         return self._with_tensors(tensors, leading=dims)
@@ -252,7 +252,7 @@ class ListMask(BatchMask):
         spec, sequences = self.spec, self.sequences
         if spec is None or sequences is None or not spec.packs_keys:
             return self.index
-        first = keys_seen(sequences.bounds_of(spec), spec, (-1, -1)).first.to(torch.int32)
+        first = keys_seen(sequences.make_bounds(spec), spec, (-1, -1)).first.to(torch.int32)
         rows = (self.index + first[0, :, None]).clamp(max=max(spec.rows_k - 1, 0))
         return torch.where(self.index < 0, -1, rows)
 
@@ -285,7 +285,7 @@ class ListMask(BatchMask):
         if self.spec is None or self.sequences is None:
             return super()._within_band(allowed, start, stop)
         window = causal_window(self.is_causal, self.window_size)
-        *_, low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
+        *_, low, high = keys_seen(self.sequences.make_bounds(self.spec), self.spec, window)
         keys = torch.arange(self.seqlen_k, device=self.device)
         return allowed & (keys >= low[:, None, start:stop, None]) & (keys <= high[:, None, start:stop, None])
 
@@ -331,7 +331,7 @@ class SequenceTileMask(PreparedMask):
 
     def dense_sequence(self, number: int, head: int = 0) -> Tensor:
         """Return the mask of one head and one sequence, bool (Lq_s, Lk_s), band included; it waits for the device."""
-        first, seqlen_q, _, seqlen_k = listed(self.sequences.bounds_of(self.spec)[number])
+        first, seqlen_q, _, seqlen_k = listed(self.sequences.make_bounds(self.spec)[number])
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
         return packing.unpack_words(self.bits[0, head, first : first + seqlen_q], self.spec.max_seqlen_k)[:, :seqlen_k]
 
@@ -340,7 +340,7 @@ class SequenceTileMask(PreparedMask):
 
         `shape` is (1, Hm, queries of all sequences, max_seqlen_k).
         """
-        lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
+        lengths_q, lengths_k = self.sequences.make_bounds(self.spec).long()[:, 1::2].unbind(1)
         heads, rows = self.bits.shape[1:3]
         queries, pairs = int(lengths_q.sum()), int((lengths_q * lengths_k).sum())
         number = heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum())

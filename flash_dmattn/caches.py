@@ -15,8 +15,8 @@ from .problem import counts_changes
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
-    """Cache up to `most` values by key, and evict by second chance (the clock algorithm).
+class ClockCache(Generic[T]):
+    """Cache up to `max_size` values by key, and evict by second chance (the clock algorithm).
 
     A hit only sets a mark on the entry. To make room, the oldest entry is evicted if it has no mark; if it has one, it
     loses the mark and becomes the newest. So keys in use outlast any number of keys that are used once. A true LRU
@@ -26,11 +26,11 @@ class Remembered(Generic[T]):
     value again.
 
     Args:
-        most: the most values, at least 1.
+        max_size: the largest number of values, at least 1.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
         self._entries: dict[Hashable, tuple[T, list[bool]]] = {}
         self._lock = threading.Lock()
 
@@ -41,11 +41,11 @@ class Remembered(Generic[T]):
         entry[1][0] = True
         return entry[0]
 
-    def keep(self, key: Hashable, value: T) -> T:
+    def put(self, key: Hashable, value: T) -> T:
         with self._lock:
             entries = self._entries
             entries.pop(key, None)
-            while len(entries) >= self.most:
+            while len(entries) >= self.max_size:
                 oldest = next(iter(entries))
                 entry = entries.pop(oldest)
                 if entry[1][0]:
@@ -54,10 +54,10 @@ class Remembered(Generic[T]):
             entries[key] = (value, [False])
         return value
 
-    def find(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of a key; make and store it if there is none."""
         value = self.get(key)
-        return self.keep(key, make()) if value is None else value
+        return self.put(key, make()) if value is None else value
 
     def clear(self) -> None:
         with self._lock:
@@ -73,16 +73,16 @@ class Remembered(Generic[T]):
         return key in self._entries
 
 
-class Kept:
+class TensorCache:
     """Cache of values computed from tensors: each is kept while its tensors live, and computed again if they change.
 
     A value is not kept if torch does not count the changes of a tensor, or under a transform of `torch.func`, because
-    tensors end with the transform. The oldest values are evicted if there are more than `most`: a loop over slices of
-    one tensor would fill memory.
+    tensors end with the transform. The oldest values are evicted if there are more than `max_size`, because a loop over
+    slices of one tensor would fill memory.
     """
 
-    def __init__(self, most: int = 64) -> None:
-        self.most = most
+    def __init__(self, max_size: int = 64) -> None:
+        self.max_size = max_size
         self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class Kept:
             refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
             value = make()
             # No lock: a tensor may be freed, and remove its entry, in the middle of any line here.
-            for oldest in list(self._entries)[: max(0, len(self._entries) + 1 - self.most)]:
+            for oldest in list(self._entries)[: max(0, len(self._entries) + 1 - self.max_size)]:
                 self._entries.pop(oldest, None)
             entry = self._entries[key] = version, value, refs
         return entry[1]
