@@ -215,8 +215,8 @@ _PYTHON = (
     Fault(
         "triton: p of hidden pairs is not 0 in inverse lists",
         "triton_kernels/list_keys.py",
-        "p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)",
-        "p = exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE)",
+        "p = tl.where(allowed, tl.math.exp2(exponents), 0.0)",
+        "p = tl.math.exp2(exponents)",
         (_LIST_CALLS,),
     ),
     # Sums of probabilities
@@ -709,8 +709,8 @@ _PYTHON = (
     Fault(
         "triton: ds lacks the entropy",
         "triton_kernels/scores.py",
-        "AXIS) * times_log(p)",
-        "AXIS) * 0.0 * p",
+        "dp -= tl.expand_dims(g, AXIS) * tl.where(p > 0.0, exponents, 0.0)",
+        "dp -= 0.0",
         (f"{_LINES}[sinks]",),
     ),
     Fault(
@@ -975,8 +975,15 @@ _TRITON = (
     Fault(
         "pieces of float16: one size for all rows of a tile",
         "triton_kernels/pieces.py",
-        "_size_and_factor(tl.maximum(bits - _ONE, 0))",
-        "_size_and_factor(tl.maximum(tl.zeros_like(bits) + tl.max(bits, 0) - _ONE, 0))",
+        "_size_and_factor(tl.maximum(tl.max(bits, 1) - _ONE, 0))",
+        "_size_and_factor(tl.maximum(tl.zeros_like(tl.max(bits, 1)) + tl.max(tl.max(bits, 1), 0) - _ONE, 0))",
+        (_PIECES.format("fp16x3 made"),),
+    ),
+    Fault(
+        "pieces of float16: the first piece of inf is inf, so that a score of -inf is NaN",
+        "triton_kernels/pieces.py",
+        "a = tl.where(bits < 0, 0.0, x).to(tl.float16)",
+        "a = x.to(tl.float16)",
         (_PIECES.format("fp16x3 made"),),
     ),
     Fault(
