@@ -84,6 +84,7 @@ def readme_section(folder: Path, root: Path) -> str:
         ),
         "",
         *_peers_table(rows),
+        *_fp32_lines(folder, root),
         "",
         *wrapped(
             f"More: [every case]({where}/performance.md), and [how it is measured, and where we are ahead or behind]"
@@ -91,6 +92,27 @@ def readme_section(folder: Path, root: Path) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _fp32_lines(folder: Path, root: Path) -> list[str]:
+    """Compare a call of AlphaFold 3 in fp32, from the run of the fp32 cases, whose folder is the full run's and -fp32."""
+    other = folder.with_name(f"{folder.name}-fp32")
+    if not (other / "performance.json").exists():
+        return []
+    rows = load(other / "performance.json")["rows"]
+    row = next(row for row in rows if row["name"] == "fp32-af3-8")
+    passes = ("forward", "backward")
+    mine = " / ".join(ms(timing and timing.ms) for timing in (ours(row, name) for name in passes))
+    peers = {line["system"] for line in row["systems"] if not line["ours"]}
+    others = [f"{label(peer)} {' / '.join(ms(time_of(row, peer, name)) for name in passes)}" for peer in sorted(peers)]
+    places = [place(s) for s in standings(rows)]
+    counts = ", ".join(f"{places.count(each)} {each}" for each in ("ahead", "level", "behind", "alone"))
+    text = (
+        f"In fp32 under torch's default precision, tokens of AlphaFold 3 ({row['shape']}, {row['what']}): ours {mine}, "
+        f"{', '.join(others)}. Of {len(places)} passes in fp32: {counts} ([table]"
+        f"({other.relative_to(root).as_posix()}/performance.md))."
+    )
+    return ["", *wrapped(text)]
 
 
 def folder_of(suite: str, folder: Path) -> Path | None:
