@@ -95,7 +95,7 @@ def readme_section(folder: Path, root: Path) -> str:
 
 
 def _fp32_lines(folder: Path, root: Path) -> list[str]:
-    """Compare a call of AlphaFold 3 in fp32, from the run of the fp32 cases, whose folder is the full run's and -fp32."""
+    """Compare a call of AlphaFold 3 in fp32, of a run of the fp32 cases in the folder of the full run plus "-fp32"."""
     other = folder.with_name(f"{folder.name}-fp32")
     if not (other / "performance.json").exists():
         return []
