@@ -3,8 +3,8 @@
 Calls have the sizes of Parakeet, Conformers, Enformer, DeBERTa v2 and Wav2Vec2-BERT, with a mask of padding. Ways:
 "plain" is our call without positions; "ours" has a `Projected`; "tensor" makes the dense bias as the models do, by a
 product and `rel_shift` or a gather, for `F.scaled_dot_product_attention`. Both passes are timed in turns, and each way
-tells its peak memory beside inputs and outputs, and the largest error of out and its gradients beside fp64, in one
-batch entry. Then come the kernels of a part by themselves, in milliseconds and in picoseconds a score.
+tells its peak memory without inputs and outputs, and the largest error of out and its gradients against fp64, in two
+batch entries. Then come the kernels of a part by themselves, in milliseconds and in picoseconds a score.
 
     python -m benchmarks.positions                        # a GPU: two to three minutes
     python -m benchmarks.positions --calls parakeet       # one row
@@ -101,7 +101,7 @@ def ours(c: Call) -> Tensor:
     return flash_dmattn.attention(x["q"], x["k"], x["v"], c.mask, c.bias(), dropout_p=c.sizes.dropout)
 
 
-def shifted(x: Tensor, table: Tensor, reach: int, of_keys: bool = False) -> Tensor:
+def shifted(x: Tensor, table: Tensor, reach: int, is_mirrored: bool = False) -> Tensor:
     """The products of every score as the models make them: by rel_shift, or by a gather where distances are clamped."""
     length = x.shape[1]
     made = x.transpose(1, 2) @ table.transpose(1, 2)  # (B, H, L, n)
@@ -109,16 +109,16 @@ def shifted(x: Tensor, table: Tensor, reach: int, of_keys: bool = False) -> Tens
         moved = F.pad(made, (1, 0)).view(*made.shape[:2], -1, length)
         return moved[:, :, 1:].view(made.shape)[..., :length]
     at = torch.arange(length, device=x.device)
-    place = (reach + (at - at[:, None]) * (-1 if of_keys else 1)).clamp(0, 2 * reach)
+    place = (reach + (at - at[:, None]) * (-1 if is_mirrored else 1)).clamp(0, 2 * reach)
     gathered = made.gather(-1, place.expand(*made.shape[:2], -1, -1))
-    return gathered.transpose(2, 3) if of_keys else gathered
+    return gathered.transpose(2, 3) if is_mirrored else gathered
 
 
 def tensor(c: Call) -> Tensor:
     x, scale = c.leaves, c.sizes.dim**-0.5
     bias = shifted(x["x"], x["table"], c.sizes.reach)
     if c.sizes.both_sides:
-        bias = bias + shifted(x["k"], x["other"], c.sizes.reach, of_keys=True)
+        bias = bias + shifted(x["k"], x["other"], c.sizes.reach, is_mirrored=True)
     bias = (bias * scale).masked_fill(~c.mask, -torch.inf)
     q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=c.sizes.dropout).transpose(1, 2)
@@ -133,7 +133,7 @@ def gradients(c: Call, out: Tensor) -> list[Tensor | None]:
 
 
 def error_of(c: Call, way: Callable[[Call], Tensor]) -> float:
-    """The largest error of out and the gradients beside a tensor in fp64, in the first two entries."""
+    """The largest error of out and the gradients against a tensor in fp64, in the first two entries."""
     few = {name: x if name in ("table", "other") else x[:2] for name, x in c.leaves.items()}
     results = []
     for dtype, run in ((torch.float64, tensor), (c.dout.dtype, way)):

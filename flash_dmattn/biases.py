@@ -158,8 +158,8 @@ class Projected(NamedTuple):
             heads of k. Vectors of queries may also have a table for each head of q.
         zero: the index of distance 0 in the table; any integer, also one outside of the table.
         outside: the rule for distances without a row, as of `Relative`: "error", "clamp" or "zero".
-        of: whose vectors content has, "queries" or "keys".
-        plus: another `Projected`, of the other side, whose products are added: DeBERTa has both.
+        of: the side that content is of, "queries" or "keys".
+        plus: another `Projected`, of the other side. Its products are added: DeBERTa has both.
 
     Example:
         >>> from flash_dmattn import attention, biases
@@ -193,9 +193,9 @@ class Projected(NamedTuple):
         integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
         for term in self.terms:
             term.check_parts()
-            own, name = (seqlen_k, "seqlen_k") if term.of == "keys" else (seqlen_q, "seqlen_q")
-            if term.content.shape[-3] != own:
-                raise ValueError(f"bias.content has {term.content.shape[-3]} rows; it needs {name} of them, {own}")
+            needed, name = (seqlen_k, "seqlen_k") if term.of == "keys" else (seqlen_q, "seqlen_q")
+            if term.content.shape[-3] != needed:
+                raise ValueError(f"bias.content has {term.content.shape[-3]} rows; it needs {name} of them, {needed}")
             term.check_covers(seqlen_q, seqlen_k)
         return self.scores(seqlen_q, seqlen_k, 1.0)
 
@@ -272,8 +272,8 @@ class Projected(NamedTuple):
                 "side: concatenate contents and tables of one side along their last dim, which adds their products"
             )
 
-    def check_beside(self, q: Tensor, k: Tensor) -> None:
-        """Check the parts beside q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+    def check_with(self, q: Tensor, k: Tensor) -> None:
+        """Check the parts with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
         self.check_parts()
         name, x, kind = ("k", k, "seqlen_k") if self.of == "keys" else ("q", q, "seqlen_q")
         wanted = (*x.shape[:-1], self.table.shape[2])
@@ -320,21 +320,21 @@ class Lowered(NamedTuple):
 
 
 def check_projected(bias: Projected, q: Any, k: Any, mask: Any, sequences: object, raw_flags: RawFlags) -> None:
-    """Check a `Projected` beside the other arguments of its call; q and k are tensors of 4 dims or more."""
+    """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
     if sequences is not None or q.is_nested:
         raise TypeError(
-            "bias is a Projected beside sequences; it needs to be None or another bias there: pad q, k and v to one "
+            "bias is a Projected with sequences; it needs to be None or another bias there: pad q, k and v to one "
             "length, and hide the padding by a mask"
         )
     if getattr(mask, "form", None) == "lists":
         raise TypeError(
-            "bias is a Projected beside lists; it needs to be a ListBias there, of values for their entries, or mask a "
+            "bias is a Projected with lists; it needs to be a ListBias there, of values for their entries, or mask a "
             "bool tensor: mask.dense()"
         )
     limits = raw_flags if mask is None or isinstance(mask, Tensor) else mask
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
     for term in bias.terms:
-        term.check_beside(q, k)
+        term.check_with(q, k)
         term.check_covers(q.shape[-3], k.shape[-3], window)
 
 

@@ -123,7 +123,7 @@ def prepare_call(
 def follow_projected(
     bias: Projected, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences | None, raw_flags: RawFlags
 ) -> tuple[Projected, Tensor, Tensor, Tensor]:
-    """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias beside them."""
+    """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias with them."""
     q, k, v = follow_autocast(q, k, v)
     check_qkv(q, k, v)
     dtype = autocast_dtype(q)

@@ -103,7 +103,7 @@ class _Call:
         scale: of the scores.
         entries: the most entries of a part.
         repeats: of a mask that some entries of the batch share.
-        needs_grad: of the passes of a part, whose bias are the scores; None where nothing needs a gradient.
+        needs_grad: of the passes of a part, with the scores as bias; None where nothing needs a gradient.
         products_type: the class that computes the products.
         plans: by the number of entries of a part.
     """
@@ -133,15 +133,15 @@ class _Call:
             made.append(self.products_type(rows, self.scale, term.by_keys, self.entries, shape))
         return _Products(made, [content for content, _ in x.terms])
 
-    def sink_of(self, x: _Leaves, own: slice) -> Tensor | None:
+    def sink_of(self, x: _Leaves, span: slice) -> Tensor | None:
         """Return the sink as a part takes it: in fp32 at least, if gradients of several parts are added."""
-        is_whole = x.sink is None or own.stop - own.start == x.q.shape[0]
+        is_whole = x.sink is None or span.stop - span.start == x.q.shape[0]
         return x.sink if is_whole or x.sink is None else x.sink.to(torch.promote_types(x.sink.dtype, torch.float32))
 
-    def part_of(self, x: _Leaves, own: slice, scores: Tensor) -> PreparedCall:
-        mask = self.mask if own.stop - own.start == x.q.shape[0] else _mask_of(self.mask, own)
-        q, k, v = x.q[own], x.k[own], x.v[own]
-        return PreparedCall(q, k, v, mask, scores, self.sink_of(x, own), self.raw_flags, repeats=self.repeats)
+    def part_of(self, x: _Leaves, span: slice, scores: Tensor) -> PreparedCall:
+        mask = self.mask if span.stop - span.start == x.q.shape[0] else _mask_of(self.mask, span)
+        q, k, v = x.q[span], x.k[span], x.v[span]
+        return PreparedCall(q, k, v, mask, scores, self.sink_of(x, span), self.raw_flags, repeats=self.repeats)
 
 
 class _Products:
@@ -152,9 +152,9 @@ class _Products:
         heads = [content.shape[2] for content in contents]
         self.widest = heads.index(max(heads))
 
-    def scores(self, own: slice) -> Tensor:
+    def scores(self, span: slice) -> Tensor:
         """Return the scores of some entries, (entries, heads, Lq, Lk)."""
-        made = [each.scores(content[own]) for each, content in zip(self.each, self.contents, strict=True)]
+        made = [each.scores(content[span]) for each, content in zip(self.each, self.contents, strict=True)]
         total: Tensor = made.pop(self.widest)
         for other in made:
             total.unflatten(1, (other.shape[1], -1)).add_(other.unsqueeze(2))
@@ -166,11 +166,11 @@ class _Products:
         place: Tensor | None = self.each[self.widest].place(entries)
         return place
 
-    def gradients(self, ds: Tensor, own: slice, needs: list[tuple[bool, bool]]) -> list[Tensor | None]:
+    def gradients(self, ds: Tensor, span: slice, needs: list[tuple[bool, bool]]) -> list[Tensor | None]:
         """Return the gradient of each content, and add the gradients of the rows to their sums."""
         made: list[Tensor | None] = []
         for each, content, (needs_x, needs_rows) in zip(self.each, self.contents, needs, strict=True):
-            x = content[own]
+            x = content[span]
             shared = ds if x.shape[2] == ds.shape[1] else ds.unflatten(1, (x.shape[2], -1)).sum(2)
             made.append(each.gradients(shared, x, needs_x, needs_rows) if needs_x or needs_rows else None)
         return made
@@ -186,14 +186,14 @@ def _products_of(q: Tensor) -> Any:
     return positions.Products
 
 
-def _mask_of(mask: Any, own: slice) -> Any:
+def _mask_of(mask: Any, span: slice) -> Any:
     """Return the mask of some entries of the batch; one that all share stays."""
     if mask is None or mask.shape[0] == 1:
         return mask
     if isinstance(mask, Tensor):
-        return mask[own]
+        return mask[span]
     # A prepared mask is made of tensors that start on 16 bytes, as its kernels expect.
-    tensors = [x[own] for x in mask.tensors]
+    tensors = [x[span] for x in mask.tensors]
     return mask._with_tensors([x if x.data_ptr() % 16 == 0 else x.clone() for x in tensors], leading=None)
 
 
@@ -263,7 +263,7 @@ def describe_projected(
         parts = -(-batch // max(entries, 1))
         size = entries * heads * rows * pitch * dtype.itemsize / 2**20
         told = (
-            f"runs {parts} part{'s' * (parts > 1)} of {entries} of {batch} entries, whose scores of the Projected take "
+            f"runs {parts} part{'s' * (parts > 1)} of {entries} of {batch} entries; their scores of the Projected take "
             f"{size:.1f} MB"
         )
     scores = TensorSpec((entries, heads, rows, keys), (heads * rows * pitch, rows * pitch, pitch, 1), dtype)
@@ -330,17 +330,17 @@ def _forward(
     """Return the results of a call, the tensors of the mask of each part, and the key of dropout."""
     products, results, views, view = call.products(x), [], [], None
     is_shared = call.mask is None or call.mask.shape[0] == 1  # then it is packed once
-    for own in call.parts(x.q.shape[0]):
-        part = call.part_of(x, own, products.scores(own))
+    for span in call.parts(x.q.shape[0]):
+        part = call.part_of(x, span, products.scores(span))
         plan, part_mask, bias = plan_for(part, call.requested, blocks.now, call.needs_grad)
-        if own.start == 0:
+        if span.start == 0:
             if plan.falls_back:
                 report_fallback(plan.described)
             if blocks.now.records is not None:
                 record(plan)
             if dropout is None and plan.described.flags.dropout_p > 0:
                 dropout = draw_key(x.q.device)
-        call.plans[own.stop - own.start] = plan
+        call.plans[span.stop - span.start] = plan
         view = view if view is not None and is_shared else view_for(part, plan, part_mask, bias)
         inputs = Inputs(part.q, part.k, part.v, view, bias, part.sink, None, dropout)
         if plan.is_differentiable:
@@ -401,18 +401,18 @@ def _backward(
     products, parts, dsink = call.products(x), [], None
     needs_terms = [(needs[4 + 2 * n], needs[5 + 2 * n]) for n in range(len(call.terms))]
     assert call.needs_grad is not None
-    for n, own in enumerate(call.parts(x.q.shape[0])):
-        entries, scores = own.stop - own.start, products.scores(own)
+    for n, span in enumerate(call.parts(x.q.shape[0])):
+        entries, scores = span.stop - span.start, products.scores(span)
         if views is None:
-            part = call.part_of(x, own, scores)
+            part = call.part_of(x, span, scores)
             plan, part_mask, part_bias = plan_for(part, call.requested, blocks.now, call.needs_grad)
             mask = view_for(part, plan, part_mask, part_bias)
         else:
             plan = call.plans[entries]
             mask = MaskView(plan.choice.form, views[n]) if views[n] else MaskView()
-        inputs = Inputs(x.q[own], x.k[own], x.v[own], mask, scores, call.sink_of(x, own), None, dropout)
-        back = [None if each is None else each[own] for each in sent]
-        made = [each[own] for each in results]
+        inputs = Inputs(x.q[span], x.k[span], x.v[span], mask, scores, call.sink_of(x, span), None, dropout)
+        back = [None if each is None else each[span] for each in sent]
+        made = [each[span] for each in results]
         if plan.backward is None:
             dq, dk, dv, ds, dsink_part = _recompute(plan, inputs, back)
         else:
@@ -420,7 +420,7 @@ def _backward(
             dq, dk, dv, ds, dsink_part = _run_backward(plan, inputs, made, back, place)
         if dsink_part is not None:
             dsink = dsink_part if dsink is None else dsink + dsink_part
-        contents = [None] * len(needs_terms) if ds is None else products.gradients(ds, own, needs_terms)
+        contents = [None] * len(needs_terms) if ds is None else products.gradients(ds, span, needs_terms)
         parts.append((dq, dk, dv, *contents))
     dq, dk, dv, *contents = [
         None if each[0] is None else each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
@@ -450,9 +450,9 @@ def _run_backward(
 
 
 def _recompute(plan: Plan, x: Inputs, sent: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a part on a backend whose forward pass PyTorch differentiates, which runs again."""
+    """Return the gradients of a part on a backend that PyTorch differentiates, through another forward pass."""
     needs, before = plan.problem.needs_grad, (x.q, x.k, x.v, x.bias, x.sink)
-    leaves = [None if t is None else t.detach().requires_grad_(own) for t, own in zip(before, needs, strict=True)]
+    leaves = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(before, needs, strict=True)]
     q, k, v, bias, sink = leaves
     assert q is not None and k is not None and v is not None
     with torch.enable_grad():
@@ -484,8 +484,8 @@ def _differentiate_again(
 ) -> list[Tensor | None]:
     """Return the gradients as differentiable functions, of a call with a tensor of all scores."""
     bias: Projected | None = None
-    for (zero, clamps, by_keys), own in reversed(list(zip(call.terms, x.terms, strict=True))):
-        bias = Projected(*own, zero, "clamp" if clamps else "zero", "keys" if by_keys else "queries", bias)
+    for (zero, clamps, by_keys), pair in reversed(list(zip(call.terms, x.terms, strict=True))):
+        bias = Projected(*pair, zero, "clamp" if clamps else "zero", "keys" if by_keys else "queries", bias)
     mask_of_call = call.mask if mask is None else mask
     with torch.enable_grad():
         prepared = prepare_call(x.q, x.k, x.v, mask_of_call, bias, x.sink, None, call.raw_flags)
@@ -494,7 +494,7 @@ def _differentiate_again(
 
 
 # The operators, for calls that a compiler or a dispatch mode sees. Each term has a content, a table and three settings;
-# `backend` is a name, or two with a comma between. lse is fp64, as kernels keep it beside a bias.
+# `backend` is a name, or two with a comma between. lse is fp64, as kernels keep it with a bias.
 _TENSORS = ", ".join(
     f"Tensor{'?' if name in ('sink', 'other_content', 'other_table') else ''} {name}" for name in _Leaves._fields
 )

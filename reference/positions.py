@@ -87,10 +87,10 @@ def add_rows_gradient(ds: Tensor, x: Tensor, sums: Tensor) -> None:
 
     Entries of the batch are added one after the other, so that parts of a batch give the bits of the whole.
     """
-    for entry, own in zip(ds, x, strict=True):
+    for entry, vectors in zip(ds, x, strict=True):
         strip = _by_distance(_wide(entry)[None])[0]
         with without_autocast(ds):
-            sums += torch.einsum("hln,lhp->hnp", strip, own.to(strip.dtype))
+            sums += torch.einsum("hln,lhp->hnp", strip, vectors.to(strip.dtype))
 
 
 def _by_distance(ds: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def answers(seed: int, dtype: torch.dtype) -> None:
 
 
 def answers_short(seed: int) -> None:
-    """Lengths of 1 and 3, where some gradients are 0: beside the formula, in fp32."""
+    """Lengths of 1 and 3, where some gradients are 0: against the formula, in fp32."""
     case = draw(seed, torch.float32, (1, 3), softcap=False)
     exact = in_fp64(case)
     q, k, v, mask, bias, options = case

@@ -160,10 +160,10 @@ def assert_accurate(case: ProjectedCase, results: tuple[Tensor, ...]) -> None:
     exact = in_fp64(case)
     wanted = with_gradients(by_gather(exact), exact.leaves)
     for x, y, z in zip(with_gradients(results, case.leaves), with_gradients(plain, case.leaves), wanted, strict=True):
-        own, yardstick, size = (float(t.detach().double().norm()) for t in (x.double() - z, y.double() - z, z))
+        error, yardstick, size = (float(t.detach().double().norm()) for t in (x.double() - z, y.double() - z, z))
         # The few elements of a sink may all be rounded by half a unit, which many never are at once.
         rounding = torch.finfo(x.dtype).eps / 2 if z.numel() <= 16 else 0.0
-        assert own <= RATIO * yardstick + (1e-5 + rounding) * size, (own / size, yardstick / size, tuple(z.shape))
+        assert error <= RATIO * yardstick + (1e-5 + rounding) * size, (error / size, yardstick / size, tuple(z.shape))
 
 
 # Heads, L, M, P, and the heads of the rows: tiles of one vector and of several, lengths that no tile divides.
@@ -197,16 +197,16 @@ def assert_products(
     wanted = [exact.scores(x.double()), exact.gradients(ds.double(), x.double(), True, True), exact.rows_gradient()]
     made: list[list[Any]] = []
     for entries, stores in ((3, True), (1, False), (2, True)):
-        own = Products(rows, 0.3, by_keys, entries, shape[:3])
+        products = Products(rows, 0.3, by_keys, entries, shape[:3])
         if most:
-            own.tile = (*own.tile[:1], most, *own.tile[2:])
+            products.tile = (*products.tile[:1], most, *products.tile[2:])
         scores, gradients = [], []
         for part_of_ds, part in zip(ds.split(entries), x.split(entries), strict=True):
-            scores.append(own.scores(part).clone())
+            scores.append(products.scores(part).clone())
             if stores:
-                part_of_ds = own.place(len(part)).copy_(part_of_ds)
-            gradients.append(own.gradients(part_of_ds, part, True, True))
-        made.append([torch.cat(scores), torch.cat(gradients), own.rows_gradient()])  # type: ignore[arg-type]
+                part_of_ds = products.place(len(part)).copy_(part_of_ds)
+            gradients.append(products.gradients(part_of_ds, part, True, True))
+        made.append([torch.cat(scores), torch.cat(gradients), products.rows_gradient()])  # type: ignore[arg-type]
     for each in made:
         assert all(torch.equal(a, b) for a, b in zip(each, made[0], strict=True)), "bits depend on the workspace"
     limits = (torch.finfo(dtype).eps, torch.finfo(dtype).eps, 0.0)  # the last are sums in fp32

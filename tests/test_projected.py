@@ -1,4 +1,4 @@
-"""`Projected`: its matrix, random calls beside a gather, every way through a call, and its errors."""
+"""`Projected`: its matrix, random calls against a gather, every way through a call, and its errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def some_pairs(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("workspace", WORKSPACES)
-def test_what_goes_beside(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_with_it(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
     mask = some_pairs(B, 1, LQ, LK)
     same(lambda bias: attention(Q, K, V, bias=bias, dropout_p=0.3))
@@ -104,7 +104,7 @@ def test_what_goes_beside(workspace: int, monkeypatch: pytest.MonkeyPatch) -> No
     rows = PreparedMask.from_mask(mask[:, :, :1], seqlen_q=LQ, seqlen_k=LK)
     one = PreparedMask.from_mask(mask[:1], seqlen_q=LQ, seqlen_k=LK)
     for prepared in (tiles, rows, one):
-        same(lambda bias, own=prepared: attention(Q, K, V, own, bias, return_lse=True))
+        same(lambda bias, prepared=prepared: attention(Q, K, V, prepared, bias, return_lse=True))
 
     def with_aux(bias: Any) -> tuple[Tensor, ...]:
         out, aux = attention(Q, K, V, mask, bias, return_aux=AuxRequest(lse=True, entropy=True, max_scores=True))
@@ -146,8 +146,8 @@ def test_the_gradient_of_the_table_has_the_same_bits_in_any_parts(by_keys: bool)
     made = []
     for entries in (1, 3, 7):
         products = positions.Products(rows, 0.3, by_keys, entries, shape)
-        for own, part in zip(ds.split(entries), x.split(entries), strict=True):
-            products.gradients(own, part, False, True)
+        for part_of_ds, part in zip(ds.split(entries), x.split(entries), strict=True):
+            products.gradients(part_of_ds, part, False, True)
         made.append(products.rows_gradient())
     assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[2])
 
@@ -189,7 +189,7 @@ def test_16_bits_round_once() -> None:
             [float((x.double() - y).norm().detach() / y.norm().detach()) for x, y in zip(made, wanted, strict=True)]
             for made in (run(*low, low_table), run(*low, low_table, by_tensor=True))
         ]
-        assert all(own <= 1.3 * by_tensor + 1e-5 for own, by_tensor in zip(*errors, strict=True)), errors
+        assert all(error <= 1.3 * by_tensor + 1e-5 for error, by_tensor in zip(*errors, strict=True)), errors
 
 
 def test_float16_scores_beyond_its_range_stay_finite() -> None:
@@ -249,7 +249,7 @@ def test_transforms() -> None:
 
 
 class Model(torch.nn.Module):
-    """A call with tables and a sink of its own, of one of three kinds."""
+    """A call with learned tables and a sink, of one of three kinds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def inputs_of(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, ...]:
 
 def assert_alike(model: Model, other: Callable[..., Any], parameters: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
     pairs = ((model, list(model.parameters())), (other, parameters))
-    results = [with_gradients(call(*inputs), [*inputs[:5], *own]) for call, own in pairs]
+    results = [with_gradients(call(*inputs), [*inputs[:5], *learned]) for call, learned in pairs]
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -355,7 +355,7 @@ def test_autocast_casts_both_parts() -> None:
 def test_explain_names_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", 2 * HQ * LQ * 48 * 8)
     explained = explain(Q, K, V, some_pairs(B, 1, LQ, LK), BIAS)
-    assert explained.copies == ("runs 3 parts of 2 of 5 entries, whose scores of the Projected take 0.1 MB",)
+    assert explained.copies == ("runs 3 parts of 2 of 5 entries; their scores of the Projected take 0.1 MB",)
     assert "batch 2, 20 queries x 33 keys" in str(explained.problem)
     records: list[Any] = []
     with config(record=records):
@@ -420,9 +420,9 @@ WRONG: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
         BIAS,
         {"sequences": PADDED},
         TypeError,
-        "bias is a Projected beside sequences; it needs to be None or another bias",
+        "bias is a Projected with sequences; it needs to be None or another bias",
     ),
-    (BIAS, {"mask": LISTS}, TypeError, "bias is a Projected beside lists; it needs to be a ListBias there"),
+    (BIAS, {"mask": LISTS}, TypeError, "bias is a Projected with lists; it needs to be a ListBias there"),
     (BIAS, {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
     (BIAS, {"softmax_scale": "1"}, TypeError, "softmax_scale is a str; it needs to be"),
     (BIAS, {"mask": some_pairs(3, 1, LQ, LK)}, ValueError, "mask has shape (3, 1, 20, 33)"),
@@ -456,8 +456,8 @@ def test_shared_sequences_and_dtensors_need_a_tensor() -> None:
     told = (
         r"bias is a Projected {}; it needs to be a tensor there, the rows of this rank of softmax_scale \* bias\.dense"
     )
-    with pytest.raises(TypeError, match=told.format("beside DTensors")):
-        biases.require_dense_bias(BIAS, "beside DTensors")
+    with pytest.raises(TypeError, match=told.format("with DTensors")):
+        biases.require_dense_bias(BIAS, "with DTensors")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(TypeError, match=told.format("of ranks that share a sequence")):
@@ -468,7 +468,7 @@ def test_shared_sequences_and_dtensors_need_a_tensor() -> None:
         dist.destroy_process_group()
 
 
-def test_named_backends_refuse_as_beside_a_tensor() -> None:
+def test_named_backends_refuse_as_with_a_tensor() -> None:
     with pytest.raises(flash_dmattn.BackendError):
         attention(Q, K, V, bias=BIAS, backend="cuda")
 

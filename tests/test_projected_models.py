@@ -1,4 +1,4 @@
-"""Recipes of docs/biases.md: attention of models with relative positions, beside the classes of transformers."""
+"""Recipes of docs/biases.md: attention of models with relative positions, against the classes of transformers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from flash_dmattn.problem import allows_tf32, device_arch
 
 from .gpus import shared_bytes
 from .kernel_launch import ceil_div, launch, next_power_of_2
-from .precision import whole_precision
+from .precision import unsplit_precision
 
 _STEP = 4
 _PITCH = 16
@@ -64,8 +64,8 @@ def project_kernel(
     scale = tl.cast(scale, tl.float32)
     pair, i, first, begin, end = vectors_of(length, others, STEP, BLOCK_M, BLOCK_N)
     h = pair % heads
-    own = x + (pair // heads).to(tl.int64) * x_strides[0] + h.to(tl.int64) * x_strides[2]
-    x_tile = load_rows(own, i, i < length, x_strides[1], terms, BLOCK_P)
+    head_x = x + (pair // heads).to(tl.int64) * x_strides[0] + h.to(tl.int64) * x_strides[2]
+    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
     count = length + others - 1
     head_rows = rows + (h // (heads // row_heads)).to(tl.int64) * count * terms
     pitch = vectors * STEP  # so the compiler sees where vectors begin
@@ -184,7 +184,7 @@ class Products:
         block_n = 32 if is_wide or block_p > 128 else 64
         arch = device_arch(rows.device)
         stages = 3 if shared_bytes(arch) > 128 * 1024 else 2
-        precision = whole_precision(rows.dtype, arch, allows_tf32(rows.dtype))
+        precision = unsplit_precision(rows.dtype, arch, allows_tf32(rows.dtype))
         most = torch.finfo(rows.dtype).max if rows.dtype == torch.float16 else 0.0
         self.num_warps = 8 if block_m * block_p >= 128 * 128 or (is_wide and block_p > 64) else 4
         self.tile, self.rest = (_STEP, block_m, block_n, block_p, precision), (most, stages)
@@ -256,9 +256,9 @@ class Products:
         _, length, others = self.shape
         if self.by_keys:
             return self._space("turned ds", entries, length, others, zeros=True).copy_(ds.transpose(2, 3))
-        own = self._spaces.get("ds")
-        is_own = own is not None and own.data_ptr() == ds.data_ptr()
-        if is_own or (ds.is_contiguous() and others % _STEP == 0 and ds.dtype == self.rows.dtype):
+        place = self._spaces.get("ds")
+        is_stored = place is not None and place.data_ptr() == ds.data_ptr()
+        if is_stored or (ds.is_contiguous() and others % _STEP == 0 and ds.dtype == self.rows.dtype):
             return ds
         return self.place(entries).copy_(ds)
 

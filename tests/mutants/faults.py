@@ -340,37 +340,37 @@ _PYTHON = (
     Fault(
         "the last entry adds nothing to the gradient of the table",
         "reference/positions.py",
-        "for entry, own in zip(ds, x, strict=True):",
-        "for entry, own in list(zip(ds, x, strict=True))[: max(len(ds) - 1, 1)]:",
+        "for entry, vectors in zip(ds, x, strict=True):",
+        "for entry, vectors in list(zip(ds, x, strict=True))[: max(len(ds) - 1, 1)]:",
         (_PROJECTED_CALLS,),
     ),
     Fault(
         "every part reads the content of the first entries",
         "flash_dmattn/projected.py",
-        "made = [each.scores(content[own]) for",
-        "made = [each.scores(content[: own.stop - own.start]) for",
+        "made = [each.scores(content[span]) for",
+        "made = [each.scores(content[: span.stop - span.start]) for",
         (_PROJECTED_CALLS,),
     ),
     Fault(
         "every part has the mask of the first entries",
         "flash_dmattn/projected.py",
-        "return mask[own]",
-        "return mask[: own.stop - own.start]",
+        "return mask[span]",
+        "return mask[: span.stop - span.start]",
         (_PROJECTED_CALLS,),
     ),
     Fault(
-        "masks that differ by entry are packed for the first part alone",
+        "masks that differ by entry are packed only for the first part",
         "flash_dmattn/projected.py",
         "view = view if view is not None and is_shared else",
         "view = view if view is not None else",
-        (_PROJECTED_CALLS, f"{_PROJECTED}test_what_goes_beside"),
+        (_PROJECTED_CALLS, f"{_PROJECTED}test_what_goes_with_it"),
     ),
     Fault(
         "dropout numbers the entries of each part from 0",
         "flash_dmattn/projected.py",
         "batch if is_shared or has_dropout else",
         "batch if is_shared else",
-        (f"{_PROJECTED}test_what_goes_beside",),
+        (f"{_PROJECTED}test_what_goes_with_it",),
     ),
     Fault(
         "the gradient of a second derivative draws another dropout",
@@ -380,7 +380,7 @@ _PYTHON = (
         (f"{_PROJECTED}test_second_derivatives",),
     ),
     Fault(
-        "a softcap is of q k alone beside a Projected",
+        "a softcap caps only q k with a Projected",
         "flash_dmattn/biases.py",
         "capped = softcap * torch.tanh(s / softcap)",
         "capped = softcap * torch.tanh((s - made) / softcap) + made",
@@ -396,10 +396,10 @@ _PYTHON = (
     Fault(
         "triton: queries of a group read the rows of another one",
         "triton_kernels/positions.py",
-        """    x_tile = load_rows(own, i, i < length, x_strides[1], terms, BLOCK_P)
+        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
     count = length + others - 1
     head_rows = rows + (h // (heads // row_heads)).to(tl.int64) * count * terms""",
-        """    x_tile = load_rows(own, i, i < length, x_strides[1], terms, BLOCK_P)
+        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
     count = length + others - 1
     head_rows = rows + (h % row_heads).to(tl.int64) * count * terms""",
         (_PROJECTED_KERNELS,),
