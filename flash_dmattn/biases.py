@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .definition import is_dtensor
 from .masks.arguments import integer
 from .problem import (
     Outside,
@@ -334,6 +335,9 @@ def check_projected(bias: Projected, q: Any, k: Any, mask: Any, sequences: objec
     limits = raw_flags if mask is None or isinstance(mask, Tensor) else mask
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
     for term in bias.terms:
+        for name, x in (("content", term.content), ("table", term.table)):
+            if is_dtensor(x):
+                raise TypeError(f"bias.{name} is a DTensor, and q is none; it needs to be a tensor: {name}.to_local()")
         term.check_with(q, k)
         term.check_covers(q.shape[-3], k.shape[-3], window)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .autograd import differentiate, run_forward
@@ -214,7 +213,7 @@ def attend_projected(
     tensors = (q, k, v, *factors, sink, *getattr(mask, "tensors", (mask,)))
     is_dual, has_parts = forward_ad._current_level >= 0, _runs_in_parts(q, k, raw_flags)
     is_plain = not (is_watched(*tensors) or q.is_meta)
-    if has_parts and not is_plain and not is_dual and _has_operator(mask, backend, tensors):
+    if has_parts and not is_plain and not is_dual and _has_operator(mask, backend):
         return _through_operator(q, k, v, mask, bias, sink, raw_flags, backend)
     if not has_parts or not is_plain or is_dual:
         return run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
@@ -517,13 +516,10 @@ def _bits(flags: Sequence[bool]) -> int:
     return sum(int(flag) << place for place, flag in enumerate(flags))
 
 
-def _has_operator(mask: Any, backend: BackendChoice, tensors: Sequence[Any]) -> bool:
-    """Return whether a watched call may be one operator: transforms and subclasses see PyTorch's operations."""
-    if is_transformed() or is_transform_traced() or not (mask is None or isinstance(mask, Tensor)):
-        return False
-    return backend != "reference" and all(
-        x is None or type(x) in (Tensor, torch.nn.Parameter, FakeTensor) for x in tensors
-    )
+def _has_operator(mask: Any, backend: BackendChoice) -> bool:
+    """Return whether a watched call may be one operator: transforms see the operations of PyTorch."""
+    is_traced = is_transformed() or is_transform_traced()
+    return not is_traced and backend != "reference" and (mask is None or isinstance(mask, Tensor))
 
 
 def _through_operator(

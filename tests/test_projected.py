@@ -13,6 +13,8 @@ from conftest import needs_triton, refusal_of
 from forked import interpret
 from projected_cases import LONG, SHAPES, assert_accurate, assert_products, by_gather, draw, gathered, with_gradients
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
@@ -464,6 +466,10 @@ def test_shared_sequences_and_dtensors_need_a_tensor() -> None:
             context_parallel_attention(
                 K, K, V, bias=BIAS, group=dist.group.WORLD, layout=SequenceLayout.contiguous(LK, 1)
             )
+        mesh = init_device_mesh("cpu", (1,))
+        for parts in ({"content": distribute_tensor(X, mesh)}, {"table": distribute_tensor(TABLE, mesh)}):
+            with pytest.raises(TypeError, match=rf"bias\.{next(iter(parts))} is a DTensor, and q is none"):
+                attention(Q, K, V, bias=BIAS._replace(**parts))
     finally:
         dist.destroy_process_group()
 
