@@ -320,9 +320,9 @@ class Lowered(NamedTuple):
     raw_flags: RawFlags
 
 
-def check_projected(bias: Projected, q: Any, k: Any, mask: Any, sequences: object, raw_flags: RawFlags) -> None:
-    """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
-    if sequences is not None or q.is_nested:
+def refuse_layouts(q: object, mask: object, sequences: object) -> None:
+    """Refuse sequences and lists in a call with a `Projected`."""
+    if sequences is not None or (isinstance(q, Tensor) and q.is_nested):
         raise TypeError(
             "bias is a Projected with sequences; it needs to be None or another bias there: pad q, k and v to one "
             "length, and hide the padding by a mask"
@@ -332,6 +332,10 @@ def check_projected(bias: Projected, q: Any, k: Any, mask: Any, sequences: objec
             "bias is a Projected with lists; it needs to be a ListBias there, of values for their entries, or mask a "
             "bool tensor: mask.dense()"
         )
+
+
+def check_projected(bias: Projected, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
+    """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
     limits = raw_flags if mask is None or isinstance(mask, Tensor) else mask
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
     for term in bias.terms:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, ListBias, Projected, check_projected, lower, split
+from .biases import Bias, ListBias, Projected, check_projected, lower, refuse_layouts, split
 from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
@@ -124,11 +124,12 @@ def follow_projected(
     bias: Projected, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences | None, raw_flags: RawFlags
 ) -> tuple[Projected, Tensor, Tensor, Tensor]:
     """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias with them."""
+    refuse_layouts(q, mask, sequences)
     q, k, v = follow_autocast(q, k, v)
     check_qkv(q, k, v)
     dtype = autocast_dtype(q)
     bias = bias if dtype is None else bias.converted(lambda x: cast_to(x, dtype))
-    check_projected(bias, q, k, mask, sequences, raw_flags)
+    check_projected(bias, q, k, mask, raw_flags)
     return bias, q, k, v
 
 

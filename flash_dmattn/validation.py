@@ -247,7 +247,7 @@ _UNPACKED: Packing = "none"
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q, k and v of a call without sequences, of any batch dims."""
-    if not isinstance(q, Tensor) or q.is_nested or q.dim() <= 4:
+    if not isinstance(q, Tensor) or q.dim() <= 4:
         _check_qkv(q, k, v, False, None)
         return
     for name, x in (("k", k), ("v", v)):

@@ -454,6 +454,15 @@ def test_wrong_operands_are_named_before_the_bias() -> None:
             add()
 
 
+def test_packed_and_nested_rows_are_refused_by_what_they_are() -> None:
+    told, ends = "bias is a Projected with sequences", torch.tensor([0, 3, LQ], dtype=torch.int32)
+    with pytest.raises(TypeError, match=told):
+        attention(Q[0], Q[0], Q[0], bias=BIAS, sequences=Sequences.packed(ends))
+    rows = torch.nested.nested_tensor([torch.randn(n, HQ, 8) for n in (3, 5)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=told):
+        attention(rows, rows, rows, bias=BIAS)
+
+
 def test_shared_sequences_and_dtensors_need_a_tensor() -> None:
     told = (
         r"bias is a Projected {}; it needs to be a tensor there, the rows of this rank of softmax_scale \* bias\.dense"
