@@ -336,7 +336,7 @@ def refuse_layouts(q: object, mask: object, sequences: object) -> None:
 
 def check_projected(bias: Projected, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
     """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
-    limits = raw_flags if mask is None or isinstance(mask, Tensor) else mask
+    limits = mask if hasattr(mask, "window_size") else raw_flags  # a prepared mask has its limits
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
     for term in bias.terms:
         for name, x in (("content", term.content), ("table", term.table)):

@@ -33,6 +33,7 @@ from .gradients import empty_gradients, empty_outputs, empty_statistic, narrow, 
 from .operators import count_backward_flop, count_forward_flop, define_counted
 from .problem import (
     AttentionProblem,
+    MaskChoice,
     MaskView,
     NeedsGrad,
     RawFlags,
@@ -144,7 +145,7 @@ class _Call:
 
 
 class _Products:
-    """The products of a call, of one term or two; the widest term has all heads of the scores, and comes first."""
+    """The products of a call, of one term or two. `widest` is the index of the term with all heads of the scores."""
 
     def __init__(self, each: list[Any], contents: list[Tensor]) -> None:
         self.each, self.contents = each, contents
@@ -293,7 +294,12 @@ def _prepared(
     leading = q.dim() - 3
     factors = [(merge(t.content, leading) if leading > 1 else t.content, t.table) for t in bias.terms]
     folded = prepare_call(q, k, v, mask, None, sink, None, raw_flags)
-    mask = as_scores(folded.mask) if isinstance(folded.mask, Tensor) and 2 <= folded.mask.dim() <= 4 else folded.mask
+    mask = folded.mask
+    if isinstance(mask, Tensor):
+        mask = as_scores(mask) if 2 <= mask.dim() <= 4 else mask
+        fitting = ({1, k.shape[-2], q.shape[-2]}, {1, q.shape[-3]}, {1, k.shape[-3]})
+        if mask.dim() != 4 or not all(size in fits for size, fits in zip(mask.shape[1:], fitting, strict=True)):
+            describe(folded)  # the error names the shape of the whole mask
     x = _Leaves(folded.q, folded.k, folded.v, sink, *[t for pair in factors for t in pair])
     batch = folded.q.shape[0]
     is_shared = mask is not None and getattr(mask, "shape", (batch,))[0] not in (1, batch)
@@ -327,8 +333,9 @@ def _forward(
     call: _Call, x: _Leaves, mask: Tensor | None, dropout: Tensor | None
 ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]], Tensor | None]:
     """Return the results of a call, the tensors of the mask of each part, and the key of dropout."""
-    products, results, views, view = call.products(x), [], [], None
-    is_shared = call.mask is None or call.mask.shape[0] == 1  # then it is packed once
+    products, results, views = call.products(x), [], []
+    packed: dict[MaskChoice, MaskView] = {}
+    is_shared = call.mask is None or call.mask.shape[0] == 1
     for span in call.parts(x.q.shape[0]):
         part = call.part_of(x, span, products.scores(span))
         plan, part_mask, bias = plan_for(part, call.requested, blocks.now, call.needs_grad)
@@ -340,7 +347,9 @@ def _forward(
             if dropout is None and plan.described.flags.dropout_p > 0:
                 dropout = draw_key(x.q.device)
         call.plans[span.stop - span.start] = plan
-        view = view if view is not None and is_shared else view_for(part, plan, part_mask, bias)
+        view = packed.get(plan.choice) or view_for(part, plan, part_mask, bias)
+        if is_shared and not view.fresh:  # packed once; counters, and keys in an order, are of one part
+            packed[plan.choice] = view
         inputs = Inputs(part.q, part.k, part.v, view, bias, part.sink, None, dropout)
         if plan.is_differentiable:
             made = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)

@@ -428,11 +428,18 @@ WRONG: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
     (BIAS, {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
     (BIAS, {"softmax_scale": "1"}, TypeError, "softmax_scale is a str; it needs to be"),
     (BIAS, {"mask": some_pairs(3, 1, LQ, LK)}, ValueError, "mask has shape (3, 1, 20, 33)"),
+    (BIAS, {"mask": some_pairs(B, 1, LQ, LK - 1)}, ValueError, "mask has shape (5, 1, 20, 32)"),
+    (BIAS, {"mask": torch.tensor(True)}, ValueError, "mask has 0 dimensions"),
+    (BIAS, {"mask": [True]}, TypeError, "mask is a list"),
+    (BIAS, {"sink": [1.0]}, TypeError, "sink is a list"),
 )
 
 
 @pytest.mark.parametrize(("bias", "options", "kind", "says"), WRONG, ids=range(len(WRONG)))
-def test_wrong_biases_are_named(bias: Any, options: dict[str, Any], kind: type[Exception], says: str) -> None:
+def test_wrong_biases_are_named(
+    bias: Any, options: dict[str, Any], kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projected, "WORKSPACE_BYTES", WORKSPACES[1])  # messages tell of the whole batch
     error = refusal_of(lambda: attention(Q, K, V, bias=bias, **options), lambda: attention(Q, K, V, bias=BIAS), kind)
     assert says in str(error)
     with pytest.raises(kind):

@@ -361,8 +361,8 @@ _PYTHON = (
     Fault(
         "masks that differ by entry are packed only for the first part",
         "flash_dmattn/projected.py",
-        "view = view if view is not None and is_shared else",
-        "view = view if view is not None else",
+        "if is_shared and not view.fresh:",
+        "if not view.fresh:",
         (_PROJECTED_CALLS, f"{_PROJECTED}test_what_goes_with_it"),
     ),
     Fault(
