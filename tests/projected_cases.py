@@ -154,6 +154,7 @@ def in_fp64(case: ProjectedCase) -> ProjectedCase:
 def assert_accurate(case: ProjectedCase, results: tuple[Tensor, ...]) -> None:
     """out, lse and all gradients have at most RATIO times the error of the formula with a tensor of this dtype."""
     q, k, v, mask, bias, options = case
+    assert options["softcap"] == 0, "a tensor is added behind the cap"
     scale = q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
     tensor = bias.dense(q.shape[1], k.shape[1]) * scale
     plain = attention(q, k, v, mask, tensor, return_lse=True, backend="reference", **options)
