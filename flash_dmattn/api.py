@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
-from .biases import Bias
+from .biases import Bias, Projected
 from .call import prepare_call, run_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
 from .problem import AnyAuxRequest, AuxOutput, RawFlags, make_output, read_request, refuse_keywords, replaced
+from .projected import attend_projected
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def attention(
 
             * a `biases.Relative` or `biases.Band`: values by the distance of query and key, as
               `biases.t5(weight)` makes them; the (Lq, Lk) tensor is never materialised;
-            * a `biases.ListBias`: values for the entries of a mask of lists.
+            * a `biases.ListBias`: values for the entries of a mask of lists;
+            * a `biases.Projected`: products of queries or keys with a row for each distance. They are a part of the
+              scores, inside of softmax_scale and softcap.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
@@ -264,7 +267,10 @@ def attention(
         if asked is None:
             return results
         return (results[0], make_output(results, *asked)) if any(asked) else (results, make_output((), *asked))
-    results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
+    if isinstance(bias, Projected):
+        results = attend_projected(q, k, v, mask, bias, sink, sequences, raw_flags, backend)
+    else:
+        results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if asked is not None:
         return results[0], make_output(results, *asked)
     if return_lse:

@@ -161,9 +161,17 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def differentiate(
-    plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any, dentropy: Tensor | None = None
+    plan: Plan,
+    dout: Tensor,
+    dlse: Tensor | None,
+    *kept: Any,
+    dentropy: Tensor | None = None,
+    dbias_out: Tensor | None = None,
 ) -> Gradients:
-    """Return the five gradients from the saved tensors; autograd records them if a second derivative may be needed."""
+    """Return the five gradients from the saved tensors; autograd records them if a second derivative may be needed.
+
+    A pass that autograd does not record stores dbias in `dbias_out`, if its backend can (`Backend.stores_dbias`).
+    """
     dlse = narrow(dlse, dout.dtype)
     watched = is_watched(dout, dlse, dentropy, *kept)
     if is_batched(dout, dlse, dentropy):
@@ -176,11 +184,17 @@ def differentiate(
             function = DualAttentionBackward
         gradients: Gradients = function.apply(plan, dout, dlse, dentropy, *kept)
         return gradients
-    return _run_backward(plan, dout, dlse, dentropy, kept, watched)
+    return _run_backward(plan, dout, dlse, dentropy, kept, watched, dbias_out)
 
 
 def _run_backward(
-    plan: Plan, dout: Tensor, dlse: Tensor | None, dentropy: Tensor | None, kept: Sequence[Any], watched: bool
+    plan: Plan,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dentropy: Tensor | None,
+    kept: Sequence[Any],
+    watched: bool,
+    dbias_out: Tensor | None = None,
 ) -> Gradients:
     """Run the backward pass, as `run_forward` does; return five gradients, None for each that is not needed."""
     entropy = None
@@ -195,7 +209,10 @@ def _run_backward(
     if not plan.lies_as_planned(saved):
         problem, saved = with_strides(plan.problem, saved)
         run = backward_pass(backend, problem)
-    gradients = run(saved, dout, dlse) if entropy is None else run(saved, dout, dlse, entropy=entropy)
+    more: dict[str, Any] = {} if entropy is None else {"entropy": entropy}
+    if dbias_out is not None and backend.stores_dbias:
+        more["dbias_out"] = dbias_out
+    gradients = run(saved, dout, dlse, **more) if more else run(saved, dout, dlse)
     return gradients if len(gradients) == 5 else (*gradients, None)
 
 

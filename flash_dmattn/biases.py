@@ -1,7 +1,8 @@
-"""Biases that replace a matrix: one value for each head and distance, or for each entry of a mask of lists.
+"""Biases that replace a matrix: values for each head and distance, for entries of a mask of lists, or products.
 
 Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. The (Lq, Lk) matrix is then never allocated, in either pass, and
-the gradient of the values is summed in fp32 and rounded once.
+the gradient of the values is summed in fp32 and rounded once. A `Projected` is a part of the scores: products of the
+queries, or of the keys, with a row for each distance, which are made for a few entries of the batch at a time.
 """
 
 from __future__ import annotations
@@ -9,22 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .definition import is_dtensor
 from .masks.arguments import integer
-from .problem import Outside, as_scores, bounded, check_flag, check_floats, check_tensor, is_int
-from .reference import distances
+from .problem import (
+    Outside,
+    RawFlags,
+    as_scores,
+    bounded,
+    causal_window,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_floats,
+    check_number,
+    check_softcap,
+    check_tensor,
+    check_window,
+    is_int,
+    merge,
+    replaced,
+)
+from .reference import distances, positions
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
 if TYPE_CHECKING:
     from .masks import PreparedMask
     from .masks.prepared.storage import ListMask
 
-__all__ = ["Band", "ListBias", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
+__all__ = ["Band", "ListBias", "Projected", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
 
 _OUTSIDE = ("error", "clamp", "zero")
 _FLOAT = "a floating-point torch.Tensor"  # for messages
@@ -116,6 +135,243 @@ class Band(NamedTuple):
 
     def __radd__(self, other: object) -> NoReturn:
         _refuse_sum()
+
+
+class Projected(NamedTuple):
+    """A part of the scores: the product of each query, or of each key, with a row for its distance.
+
+    Conformers and Transformer-XL, DeBERTa, Enformer and Wav2Vec2-BERT have such positions. Scale and softcap are of the
+    sum, as in these models; equivalent PyTorch, with distance 0 between the last query and the last key::
+
+        distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
+        rows = table[:, zero + distance]                                     # (H, Lq, Lk, P)
+        s = torch.einsum("bihd,bjhd->bhij", q, k)
+        s = s + torch.einsum("bihp,hijp->bhij", content, rows)               # of="keys": "bjhp,hijp->bhij"
+        s = softmax_scale * s                                                # then softcap, masks and softmax
+
+    No tensor of all scores is kept for the gradients, which have the shapes and dtypes of content and table. The
+    gradient of the table is summed in fp32, entry by entry of the batch, and rounded once.
+
+    Attributes:
+        content: (*batch, Lq, Hq, P), or (*batch, Lk, Hk, P) of keys; dtype of q, any strides. It is what the model
+            multiplies with its positions: often q plus a learned vector. P is from 1 to 256, whatever the head dim.
+        table: (Ht, n, P), dtype of q, any strides; rows are in ascending order of key minus query. Ht is 1, or the
+            heads of k. Vectors of queries may also have a table for each head of q.
+        zero: the index of distance 0 in the table; any integer, also one outside of the table.
+        outside: the rule for distances without a row, as of `Relative`: "error", "clamp" or "zero".
+        of: the side that content is of, "queries" or "keys".
+        plus: another `Projected`, of the other side. Its products are added: DeBERTa has both.
+
+    Example:
+        >>> from flash_dmattn import attention, biases
+        >>> q = k = v = torch.randn(2, 10, 4, 8)
+        >>> table = torch.randn(4, 2 * 10 - 1, 8, requires_grad=True)  # distances from -9 to 9
+        >>> attention(q, k, v, bias=biases.Projected(q, table, zero=9)).sum().backward()
+        >>> table.grad.shape
+        torch.Size([4, 19, 8])
+    """
+
+    content: Tensor
+    table: Tensor
+    zero: int
+    outside: Outside = "error"
+    of: Literal["queries", "keys"] = "queries"
+    plus: Projected | None = None
+
+    def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """Make the product of every score, (*batch, heads of content, Lq, Lk), with a gradient.
+
+        It is not scaled: `softmax_scale * bias.dense(Lq, Lk)` is an ordinary bias of the same call without softcap.
+
+        Raises:
+            TypeError: content or table is no tensor of floats, or zero no int.
+            ValueError: content has another number of rows, or a distance has no row, and `outside` is "error".
+
+        >>> Projected(torch.ones(1, 2, 1, 1), torch.tensor([[[1.0], [2.0], [3.0]]]), zero=1).dense(2, 2)
+        tensor([[[[2., 3.],
+                  [1., 2.]]]])
+        """
+        integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
+        for term in self.terms:
+            term.check_parts()
+            needed, name = (seqlen_k, "seqlen_k") if term.of == "keys" else (seqlen_q, "seqlen_q")
+            if term.content.shape[-3] != needed:
+                raise ValueError(f"bias.content has {term.content.shape[-3]} rows; it needs {name} of them, {needed}")
+            term.check_covers(seqlen_q, seqlen_k)
+        return self.scores(seqlen_q, seqlen_k, 1.0)
+
+    @property
+    def terms(self) -> tuple[Projected, ...]:
+        """This one, and the one that is added."""
+        return (self,) if self.plus is None else (self, self.plus)
+
+    def scores(self, seqlen_q: int, seqlen_k: int, scale: float) -> Tensor:
+        """Return `dense` times a scale, of parts that have been checked; each product is rounded once."""
+        first, *others = [term._product(seqlen_q, seqlen_k, scale) for term in self.terms]
+        if not others:
+            return first
+        total = _over_groups(first, others[0]) + _over_groups(others[0], first)
+        return positions.within_range(total, total.dtype)
+
+    def _product(self, seqlen_q: int, seqlen_k: int, scale: float) -> Tensor:
+        heads = self.content.shape[-2]
+        if seqlen_q == 0 or seqlen_k == 0 or self.content.numel() == 0:
+            unread = (self.content.flatten()[:0].sum() + self.table.flatten()[:0].sum()) * scale
+            return self.content.new_zeros(*self.content.shape[:-3], heads, seqlen_q, seqlen_k) + unread
+        batch = self.content.shape[:-3]
+        x = merge(self.content, len(batch)) if len(batch) != 1 else self.content
+        rows = positions.rows_of_call(self.table, *self.numbers, seqlen_q, seqlen_k, self.of == "keys")
+        made = positions.product(x, rows, scale)
+        made = made.transpose(2, 3) if self.of == "keys" else made
+        return made if len(batch) == 1 else made.unflatten(0, batch) if batch else made.squeeze(0)
+
+    def converted(self, convert: Callable[[Any], Any]) -> Projected:
+        """Return the same with other tensors, also in the one that is added."""
+        plus = self.plus.converted(convert) if isinstance(self.plus, Projected) else self.plus
+        return Projected(convert(self.content), convert(self.table), self.zero, self.outside, self.of, plus)
+
+    @property
+    def numbers(self) -> tuple[int, bool]:
+        """The index of distance 0, and whether distances beyond the table get its ends."""
+        return bounded(self.zero), self.outside == "clamp"
+
+    def check_parts(self) -> None:
+        """Check each part by itself."""
+        check_floats("bias.content", self.content)
+        check_floats("bias.table", self.table)
+        if not is_int(self.zero):
+            raise TypeError(
+                f"bias.zero is a {type(self.zero).__name__}; it needs to be an int, the index of distance 0"
+            )
+        for name, value, values in (("outside", self.outside, _OUTSIDE), ("of", self.of, _SIDES)):
+            if value not in values:
+                raise ValueError(f"bias.{name} is {value!r}; it needs to be one of {', '.join(map(repr, values))}")
+        content, table = tuple(self.content.shape), tuple(self.table.shape)
+        if len(content) < 3:
+            raise ValueError(f"bias.content has shape {content}; it needs (*batch, {self.of}, heads, terms)")
+        if len(table) != 3 or table[1] == 0:
+            raise ValueError(
+                f"bias.table has shape {table}; it needs (heads, distances, terms), of one distance at least"
+            )
+        if content[-1] != table[2] or not 1 <= table[2] <= _MOST_TERMS:
+            raise ValueError(
+                f"bias.content has {content[-1]} terms in a product and bias.table {table[2]}; they need the same "
+                f"number, from 1 to {_MOST_TERMS}"
+            )
+        heads = content[-2]
+        if table[0] == 0 or heads % table[0] != 0:
+            raise ValueError(
+                f"bias.table has {table[0]} heads and bias.content {heads}; it needs 1, or a divisor of these"
+            )
+        if self.plus is None:
+            return
+        if not isinstance(self.plus, Projected):
+            raise TypeError(f"bias.plus is a {type(self.plus).__name__}; it needs to be None or a Projected")
+        if self.plus.of == self.of or self.plus.plus is not None:
+            raise ValueError(
+                f"bias.plus is another Projected of {self.plus.of}, or has a third one; it needs to be of the other "
+                "side: concatenate contents and tables of one side along their last dim, which adds their products"
+            )
+
+    def check_with(self, q: Tensor, k: Tensor) -> None:
+        """Check the parts with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+        self.check_parts()
+        name, x, kind = ("k", k, "seqlen_k") if self.of == "keys" else ("q", q, "seqlen_q")
+        wanted = (*x.shape[:-1], self.table.shape[2])
+        for part, tensor in (("content", self.content), ("table", self.table)):
+            check_dtype(f"bias.{part}", tensor, q.dtype)
+            check_device(f"bias.{part}", tensor.device, q.device)
+        if tuple(self.content.shape) != tuple(wanted):
+            raise ValueError(
+                f"bias.content has shape {tuple(self.content.shape)}; it needs the batch, {kind} and heads of {name}: "
+                f"{tuple(wanted)}"
+            )
+        heads = sorted({1, k.shape[-2]} if self.of == "keys" else {1, k.shape[-2], q.shape[-2]})
+        if self.table.shape[0] not in heads:
+            raise ValueError(f"bias.table has {self.table.shape[0]} heads; it needs one of {heads}")
+
+    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+        """Refuse distances without a row that a window of `causal_window` leaves, where `outside` is "error"."""
+        if self.outside == "error":
+            check_covered(self.table.shape[1], self.zero, seqlen_q, seqlen_k, window, "rows")
+
+    def __add__(self, other: object) -> NoReturn:
+        _refuse_sum()
+
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum()
+
+
+def _over_groups(scores: Tensor, others: Tensor) -> Tensor:
+    """Repeat scores of heads of k for the heads of q that the others have."""
+    return scores.repeat_interleave(max(others.shape[-3] // max(scores.shape[-3], 1), 1), -3)
+
+
+_SIDES = ("queries", "keys")
+_MOST_TERMS = 256  # a tile of so many fits in the memory of an SM
+
+
+class Lowered(NamedTuple):
+    """A call with a `Projected`, as a call with a tensor of scores."""
+
+    q: Tensor
+    k: Tensor
+    bias: Tensor
+    raw_flags: RawFlags
+
+
+def refuse_layouts(q: object, mask: object, sequences: object) -> None:
+    """Refuse sequences and lists in a call with a `Projected`."""
+    if sequences is not None or (isinstance(q, Tensor) and q.is_nested):
+        raise TypeError(
+            "bias is a Projected with sequences; it needs to be None or another bias there: pad q, k and v to one "
+            "length, and hide the padding by a mask"
+        )
+    if getattr(mask, "form", None) == "lists":
+        raise TypeError(
+            "bias is a Projected with lists; it needs to be a ListBias there, of values for their entries, or mask a "
+            "bool tensor: mask.dense()"
+        )
+
+
+def check_projected(bias: Projected, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
+    """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
+    limits = mask if hasattr(mask, "window_size") else raw_flags  # a prepared mask has its limits
+    window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
+    for term in bias.terms:
+        for name, x in (("content", term.content), ("table", term.table)):
+            if is_dtensor(x):
+                raise TypeError(f"bias.{name} is a DTensor, and q is none; it needs to be a tensor: {name}.to_local()")
+        term.check_with(q, k)
+        term.check_covers(q.shape[-3], k.shape[-3], window)
+
+
+def scale_of(q: Tensor, raw_flags: RawFlags) -> float:
+    """Return the factor of the scores of a call."""
+    scale = raw_flags.softmax_scale
+    return int(q.shape[-1]) ** -0.5 if scale is None else check_number("softmax_scale", scale)
+
+
+def lower(bias: Projected, q: Tensor, k: Tensor, raw_flags: RawFlags) -> Lowered:
+    """Make a tensor bias of a `Projected`, in PyTorch, with a gradient.
+
+    A softcap is of the sum of both products. So all scores are made here then, and the call only adds them: it has q
+    and k of zeros, and no softcap.
+    """
+    lengths, scale = (q.shape[-3], k.shape[-3]), scale_of(q, raw_flags)
+    softcap = check_softcap(raw_flags.softcap, raw_flags.softmax_scale)
+    if softcap == 0:
+        return Lowered(q, k, bias.scores(*lengths, scale), raw_flags)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    made = bias.converted(lambda x: x.to(wide)).scores(*lengths, scale)
+    group = q.shape[-2] // max(k.shape[-2], 1)
+    keys = k.to(wide).repeat_interleave(group, -2)
+    made = made.repeat_interleave(q.shape[-2] // made.shape[-3], -3)
+    with positions.without_autocast(q):
+        s = torch.einsum("...ihd,...jhd->...hij", q.to(wide), keys) * scale + made
+    capped = softcap * torch.tanh(s / softcap)
+    flags = replaced(raw_flags, softmax_scale=0.0, softcap=0.0)
+    return Lowered(torch.zeros_like(q), torch.zeros_like(k), capped, flags)
 
 
 class ListBias(NamedTuple):
@@ -282,7 +538,7 @@ def require_lists(mask: Any) -> ListMask:
     return lists
 
 
-Bias = Tensor | Relative | Band | ListBias
+Bias = Tensor | Relative | Band | Projected | ListBias
 
 
 class ByDistance(NamedTuple):
@@ -324,6 +580,11 @@ def _broadcast(*sizes: int, divides: bool = False) -> bool:
 
 def require_dense_bias(bias: object, where: str) -> None:
     """Refuse a bias by distance or for lists where a call supports only tensors, and name the tensor to pass."""
+    if isinstance(bias, Projected):
+        raise TypeError(
+            f"bias is a Projected {where}; it needs to be a tensor there, the rows of this rank of softmax_scale * "
+            "bias.dense(seqlen_q, seqlen_k)"
+        )
     if isinstance(bias, (Relative, Band, ListBias)):
         raise TypeError(
             f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
@@ -346,15 +607,22 @@ def _matrix(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
     return made.reshape(*values.shape[:-2], seqlen_q, seqlen_k)
 
 
-def check_covered(number: int, zero: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
-    """Refuse distances of a call without a value; a window of `causal_window` hides those beyond it."""
+def check_covered(
+    number: int,
+    zero: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window: tuple[int, int] = (-1, -1),
+    kind: Literal["values", "rows"] = "values",
+) -> None:
+    """Refuse distances of a call without a value, or a row; a window of `causal_window` hides those beyond it."""
     left, right = window
     low = 1 - seqlen_k if left < 0 else max(1 - seqlen_k, -left)
     high = seqlen_q - 1 if right < 0 else min(seqlen_q - 1, right)
     has_pairs = seqlen_q > 0 and seqlen_k > 0
     if has_pairs and low <= high and (zero + low < 0 or zero + high >= number):
         raise ValueError(
-            f"bias has values for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "
+            f"bias has {kind} for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "
             f'{high} (or outside="clamp", or "zero")'
         )
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, ListBias, split
+from .biases import Bias, ListBias, Projected, check_projected, lower, refuse_layouts, split
 from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
@@ -48,7 +48,16 @@ from .reference.dropout import draw_key
 from .sequences import Sequences
 from .sequences.layout import check_and_describe
 from .sequences.padding import Jagged
-from .validation import PreparedCall, describe, follow_autocast, follows_warn_only, refuse_dtensors
+from .validation import (
+    PreparedCall,
+    autocast_dtype,
+    cast_to,
+    check_qkv,
+    describe,
+    follow_autocast,
+    follows_warn_only,
+    refuse_dtensors,
+)
 
 if TYPE_CHECKING:
     from .validation import Mask
@@ -77,6 +86,10 @@ def prepare_call(
     is_list_bias = False
     if isinstance(bias, ListBias):
         values, is_list_bias = bias.with_bias(mask), True
+    elif isinstance(bias, Projected):
+        bias, q, k, v = follow_projected(bias, q, k, v, mask, sequences, raw_flags)
+        q, k, values, raw_flags = lower(bias, q, k, raw_flags)
+        copies = (f"makes the products of the Projected in PyTorch, a tensor of {tuple(values.shape)}",)
     elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
     if sequences is None and isinstance(q, Tensor):
@@ -85,7 +98,8 @@ def prepare_call(
             q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
         elif q.dim() > 4:
             has_rows = None if by_distance is None else by_distance.has_rows
-            q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
+            q, k, v, mask, values, leading, repeats, folded = fold_call(q, k, v, mask, values, has_rows, is_list_bias)
+            copies += folded
     if sequences is not None:
         spec, sequence_view = check_and_describe(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
@@ -106,14 +120,28 @@ def prepare_call(
     # fmt: on
 
 
-def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
+def follow_projected(
+    bias: Projected, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences | None, raw_flags: RawFlags
+) -> tuple[Projected, Tensor, Tensor, Tensor]:
+    """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias with them."""
+    refuse_layouts(q, mask, sequences)
+    q, k, v = follow_autocast(q, k, v)
+    check_qkv(q, k, v)
+    dtype = autocast_dtype(q)
+    bias = bias if dtype is None else bias.converted(lambda x: cast_to(x, dtype))
+    check_projected(bias, q, k, mask, raw_flags)
+    return bias, q, k, v
+
+
+def run_call(call: PreparedCall, backend: BackendChoice, dropout: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return out, lse, and the other requested results, in the shapes that `attention` documents.
 
-    The other results are the maximum scores and entropies of rows, in this order, or the probabilities.
+    The other results are the maximum scores and entropies of rows, in this order, or the probabilities. The key of
+    dropout is drawn here, unless the call repeats another one.
     """
     follow_checkpoints()
     active_blocks = blocks.now
-    plan, mask, bias = _plan_for(call, backend, active_blocks)
+    plan, mask, bias = plan_for(call, backend, active_blocks)
     problem = plan.described
     if plan.falls_back:
         report_fallback(problem)
@@ -124,8 +152,9 @@ def run_call(call: PreparedCall, backend: BackendChoice) -> tuple[Tensor, ...]:
     is_final = plan.is_differentiable or (plan.run_forward is not None and not is_forward_mode)
     if is_final and active_blocks.records is not None:
         record(plan)
-    dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    view = _view_for(call, plan, mask, bias)
+    if dropout is None and problem.flags.dropout_p > 0:
+        dropout = draw_key(call.q.device)
+    view = view_for(call, plan, mask, bias)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.is_differentiable:
@@ -152,15 +181,21 @@ def differentiate_call(
     """
     follow_checkpoints()
     with torch.no_grad():
-        plan, mask, bias = _plan_for(call, backend, blocks.now, needs_grad)
+        plan, mask, bias = plan_for(call, backend, blocks.now, needs_grad, pairs_only=True)
+        if plan.backward is None:
+            name = plan.forward.name
+            raise BackendUnsupportedError(
+                f"backend {name!r} has no backward pass that starts from lse; pass backend='auto', or another one",
+                backend=name,
+            )
         if plan.falls_back:
             report_fallback(plan.described)
-        inputs = Inputs(call.q, call.k, call.v, _view_for(call, plan, mask, bias), bias, call.sink, call.sequences)
+        inputs = Inputs(call.q, call.k, call.v, view_for(call, plan, mask, bias), bias, call.sink, call.sequences)
         kept = (torch.zeros_like(dout), lse, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sink, *inputs.others)
         return differentiate(plan, dout, dlse, *kept)
 
 
-def _view_for(call: PreparedCall, plan: Plan, mask: Mask, bias: Tensor | None) -> MaskView:
+def view_for(call: PreparedCall, plan: Plan, mask: Mask, bias: Tensor | None) -> MaskView:
     """Return the mask of a call in the form that its plan has chosen."""
     if mask is None:
         return NO_MASK
@@ -169,16 +204,21 @@ def _view_for(call: PreparedCall, plan: Plan, mask: Mask, bias: Tensor | None) -
     return view_of(plan.described, plan.choice, mask, call.sequences)
 
 
-def _plan_for(
-    call: PreparedCall, backend: BackendChoice, active_blocks: Blocks, needs_grad: NeedsGrad | None = None
+def plan_for(
+    call: PreparedCall,
+    backend: BackendChoice,
+    active_blocks: Blocks,
+    needs_grad: NeedsGrad | None = None,
+    pairs_only: bool = False,
 ) -> tuple[Plan, Mask, Tensor | None]:
     """Return the plan of a call with the settings of the active `with` blocks, and its mask and bias as 4-D views.
 
-    With `needs_grad` its backends have backward passes of their own, for these gradients.
+    With `needs_grad` it is planned for these gradients. With `pairs_only` auto takes no backend whose forward pass
+    PyTorch differentiates.
     """
     key = _key(call, backend, active_blocks)
     if needs_grad is not None and key is not None:
-        key = (needs_grad, *key)
+        key = (needs_grad, pairs_only, *key)
     try:
         plan = None if key is None else plans.get(key)
     except TypeError:  # the key has no hash, because a list was passed for a number or a name
@@ -195,13 +235,7 @@ def _plan_for(
     requested = choice_in_force(backend)
     if follows_warn_only(call, problem):
         problem = without_order(problem, requested)
-    selection = choose(problem, requested) if needs_grad is None else select_pair(problem, requested)
-    if needs_grad is not None and selection.backward is None:
-        name = selection.forward.name
-        raise BackendUnsupportedError(
-            f"backend {name!r} has no backward pass that starts from lse; pass backend='auto', or another one",
-            backend=name,
-        )
+    selection = (select_pair if pairs_only else choose)(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
     is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"

@@ -15,7 +15,7 @@ from torch import Tensor
 from .api import attention
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
-from .biases import Band, Bias, ByDistance, Relative
+from .biases import Band, Bias, ByDistance, Projected, Relative
 from .call import prepare_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice, fallback
@@ -44,6 +44,7 @@ from .problem import (
     read_request,
     unpacked_spec,
 )
+from .projected import describe_projected
 from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -258,10 +259,13 @@ def explain(
         explained: Explanation = dtensor_module().explain(*values, **arguments)
         return explained
     raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
+    described = None
+    if isinstance(bias, Projected):
+        described = describe_projected(**arguments, raw_flags=raw_flags)
+        arguments["bias"] = None
     call = prepare_call(**arguments, raw_flags=raw_flags)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
-    problem, _, _ = describe(call)
-    copies = call.copies
+    problem, copies = (describe(call)[0], call.copies) if described is None else described
     shape = tuple(mask.shape) if isinstance(mask, Tensor) and call.spec is None and call.leading is None else ()
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"

@@ -30,6 +30,7 @@ from .problem import (
     check_device,
     check_dtype,
     check_flag,
+    check_leading,
     check_number,
     check_scores,
     check_softcap,
@@ -57,19 +58,26 @@ if TYPE_CHECKING:
 AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
-def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to the dtype of autocast if it is on; fp64 is not cast, as in torch, and bias never is."""
+def autocast_dtype(x: object) -> torch.dtype | None:
+    """Return the dtype of autocast on the device of a tensor, if it is on."""
     # `x.device.type` makes a new string at each call, which is slow on the path of every call.
-    kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
+    kind = "" if not isinstance(x, Tensor) else "cuda" if x.is_cuda else x.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
+        return None
+    return torch.get_autocast_dtype(kind)
 
-    def cast(x: Tensor) -> Tensor:
-        follows = isinstance(x, Tensor) and x.dtype != dtype and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if follows else x  # validation refuses an argument that is no tensor
 
-    return cast(q), cast(k), cast(v)
+def cast_to(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast a tensor as autocast does: fp64 is not cast, as in torch; validation refuses an argument that is none."""
+    if dtype is None or not isinstance(x, Tensor) or x.dtype in (dtype, torch.float64) or not x.is_floating_point():
+        return x
+    return x.to(dtype)
+
+
+def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v to the dtype of autocast if it is on; bias never is."""
+    dtype = autocast_dtype(q)
+    return (q, k, v) if dtype is None else (cast_to(q, dtype), cast_to(k, dtype), cast_to(v, dtype))
 
 
 def refuse_dtensors(*tensors: object) -> None:
@@ -235,6 +243,17 @@ def follows_warn_only(call: PreparedCall, problem: AttentionProblem) -> bool:
 
 _NO_REPEATS = Repeats()
 _UNPACKED: Packing = "none"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check q, k and v of a call without sequences, of any batch dims."""
+    if not isinstance(q, Tensor) or q.dim() <= 4:
+        _check_qkv(q, k, v, False, None)
+        return
+    for name, x in (("k", k), ("v", v)):
+        check_leading(name, x, q)
+    q, k, v = (x[(slice(0, 1),) * (x.dim() - 4)].flatten(0, -4) for x in (q, k, v))
+    _check_qkv(q, k, v, True, None)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: SequenceSpec | None) -> _Sizes:

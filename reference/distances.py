@@ -111,13 +111,18 @@ def distance_sums(ds: Tensor, bias: Distances) -> Tensor:
     strip = padded.unflatten(-1, (seqlen_q, seqlen_k + seqlen_q + 1))[..., 1 : seqlen_q + seqlen_k]
     if rows == 1:
         strip = strip.sum(-2, keepdim=True)
-    count, first = seqlen_q + seqlen_k - 1, bias.zero - (seqlen_k - 1)
-    start = min(max(first, 0), n)
-    stop = max(min(first + count, n), start)
-    before, after = min(max(-first, 0), count), min(max(first + count - n, 0), count)
-    sums = F.pad(strip[..., before : count - after], (start, n - stop))
-    if bias.clamps:
+    return fold_distances(strip, n, bias.zero, bias.clamps, (seqlen_q, seqlen_k))
+
+
+def fold_distances(strip: Tensor, number: int, zero: int, clamps: bool, lengths: tuple[int, int]) -> Tensor:
+    """Return the gradient of values from the gradient of `by_distance`: (..., Lq + Lk - 1) becomes (..., number)."""
+    count, first = lengths[0] + lengths[1] - 1, zero - (lengths[1] - 1)
+    start = min(max(first, 0), number)
+    stop = max(min(first + count, number), start)
+    before, after = min(max(-first, 0), count), min(max(first + count - number, 0), count)
+    sums = F.pad(strip[..., before : count - after], (start, number - stop))
+    if clamps:
         ends = (strip[..., :before], strip[..., count - after :])
         low, high = (end.sum(-1, keepdim=True) for end in ends)
-        sums = sums + F.pad(low, (0, n - 1)) + F.pad(high, (n - 1, 0))
+        sums = sums + F.pad(low, (0, number - 1)) + F.pad(high, (number - 1, 0))
     return sums

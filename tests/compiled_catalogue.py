@@ -19,6 +19,7 @@ from compiled_triton import (
     list_jobs,
     packing_jobs,
     piece_jobs,
+    position_jobs,
     sequence_packing_jobs,
     tangent_jobs,
 )
@@ -34,6 +35,7 @@ PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
     *("backward_diagonals", "short_forward", "short_backward", "pairs", "pair_rows", "pair_columns", "tangents"),
     *("list_forward", "list_queries", "list_keys", "list_pairs", "list_product", "list_rows"),
+    *("project", "project_queries", "project_table"),
 )
 # The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
 # more than the GPU has, the compiler may make a kernel that traps, without an error.
@@ -97,6 +99,9 @@ def catalogue(
         if "bf16" in dtypes:
             listed += [Entry("bf16", f"lists, {dim}", dim, job) for dim in (128, 576) for job in list_jobs(arch, dim)]
         for dtype in dtypes:
+            for dim in (64, 128, 256):
+                jobs = position_jobs(arch, DTYPES[dtype], dim)
+                listed += [Entry(dtype, f"projected, {dim}", dim, job) for job in jobs]
             for name, fields in VARIANTS.items():
                 variant = Variant(**fields)
                 if variant.dtype == torch.bfloat16:

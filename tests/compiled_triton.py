@@ -29,7 +29,7 @@ from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.entropy import SentEntropy
 from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, interval_pack, key_pack, list_pack, mask_pack, sequence_pack
+from flash_dmattn.triton_kernels import append, interval_pack, key_pack, list_pack, mask_pack, positions, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.list_calls import (
@@ -425,6 +425,22 @@ def piece_jobs(arch: str) -> list[Job]:
                 x = torch.empty(4, 2048, 16, head_dim, dtype=torch.float32, device="meta")
                 plan_pieces(word, x, x)(x, x)
                 plan_pieces(word, x, x, x, x)(x, x, x, x)
+    return jobs
+
+
+def position_jobs(arch: str, dtype: torch.dtype, terms: int) -> list[Job]:
+    """The kernels of a `Projected`: long and short calls, with a table for each head and with one that all share."""
+    jobs, record = recorder(arch)
+    with (
+        mock.patch.object(Launch, "__call__", record),
+        mock.patch("flash_dmattn.triton_kernels.positions.device_arch", return_value=arch),
+    ):
+        for length, heads in ((1500, 8), (200, 1)):
+            rows = torch.empty(heads, 2 * length - 1, terms, dtype=dtype, device="meta")
+            x = torch.empty(4, length, 8, terms, dtype=dtype, device="meta")
+            products = positions.Products(rows, 0.125, False, 4, (8, length, length))
+            scores = products.scores(x)
+            products.gradients(products.place(4).copy_(scores), x, True, True)
     return jobs
 
 

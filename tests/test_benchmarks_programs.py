@@ -14,7 +14,7 @@ from benchmark_systems import CPU
 from torch import Tensor
 
 import flash_dmattn
-from benchmarks import builds, cli, long_context, packed, proteins, serving, steps, timing
+from benchmarks import builds, cli, long_context, packed, positions, proteins, serving, steps, timing
 from benchmarks.floors import Rates
 from benchmarks.peak_memory import MIB, peaks
 from flash_dmattn.masks import PreparedMask
@@ -212,3 +212,12 @@ def test_protein_modules_train_alike_in_fp32(
     assert proteins.main([*arguments, "--modules", "boltz tokens"]) == 1
     assert "WRONG" in capsys.readouterr().out
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_positions_are_compared_with_fp64(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--quick", "--device", "cpu", "--calls", "deberta v2", "conformer L"]
+    assert positions.main(arguments) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| deberta v2", "| conformer L"))]
+    assert len(rows) == 2 * (len(positions.WAYS) + 3)
+    monkeypatch.setattr(positions, "ours", lambda c: 1.05 * positions.tensor(c))
+    assert positions.main([*arguments[:3], "--calls", "conformer L"]) == 1

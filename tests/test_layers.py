@@ -25,6 +25,7 @@ LAYERS = (
     ("validation", "operators"),
     ("autograd",),
     ("call",),
+    ("projected",),
     ("api", "statistics"),
     ("explanation",),
     ("nn", "distributed"),

@@ -68,6 +68,7 @@ from .inputs import RowEntropy as RowEntropy
 from .inputs import SequenceView as SequenceView
 from .leading import MappedCall as MappedCall
 from .leading import Repeats as Repeats
+from .leading import check_leading as check_leading
 from .leading import collapse as collapse
 from .leading import fold_call as fold_call
 from .leading import heads_as_rows as heads_as_rows

@@ -48,7 +48,7 @@ def fold_call(
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         check_strided(name, x)
     for name, x in (("k", k), ("v", v)):
-        _check_leading(name, x, q)
+        check_leading(name, x, q)
     batch = tuple(q.shape[:-3])
     leading = len(batch)
     notes = [_copying(name, x, leading) for name, x in zip("qkv", (q, k, v)) if not has_one_stride(x, leading)]
@@ -67,7 +67,8 @@ def fold_call(
     return q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes)
 
 
-def _check_leading(name: str, x: Tensor, q: Tensor) -> None:
+def check_leading(name: str, x: Tensor, q: Tensor) -> None:
+    """Refuse k or v if its batch dims differ from the batch dims of q."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of {q.dim()} dimensions")
     if x.dim() != q.dim():

@@ -42,6 +42,9 @@ _SPOILT = "tests/test_edges.py::test_what_is_no_number_reaches_all_that_see_it"
 
 _AUX = "tests/test_aux_request.py::"
 _LISTS = "tests/test_lists.py::"
+_PROJECTED = "tests/test_projected.py::"
+_PROJECTED_CALLS = f"{_PROJECTED}test_random_calls_are_as_by_a_gather"
+_PROJECTED_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[kernels-15]"
 _STATISTICS = "tests/test_statistics.py::"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
@@ -223,7 +226,7 @@ _PYTHON = (
     Fault(
         "sums take the plan of a call of attention, which has no gradient",
         "flash_dmattn/call.py",
-        "key = (needs_grad, *key)",
+        "key = (needs_grad, pairs_only, *key)",
         "pass",
         (f"{_STATISTICS}test_a_call_of_attention_leaves_no_plan_for_sums",),
     ),
@@ -301,9 +304,140 @@ _PYTHON = (
     Fault(
         "the gradient of the last value lacks what lies beyond it",
         "reference/distances.py",
-        " + F.pad(high, (n - 1, 0))",
+        " + F.pad(high, (number - 1, 0))",
         "",
         ("tests/test_relative.py::test_dense_is_the_matrix_of_the_values",),
+    ),
+    # Products with a row for each distance
+    Fault(
+        "products move by one place less",
+        "reference/positions.py",
+        "made = dense(Distances(strip, others - 1, False), length, others)",
+        "made = dense(Distances(strip, others, False), length, others)",
+        (f"{_PROJECTED}test_dense_is_the_product_of_every_score",),
+    ),
+    Fault(
+        "the table of keys is mirrored",
+        "reference/positions.py",
+        "return rows.flip(1) if by_keys else rows",
+        "return rows",
+        (f"{_PROJECTED}test_dense_is_the_product_of_every_score",),
+    ),
+    Fault(
+        "the gradient of the table of keys is mirrored",
+        "reference/positions.py",
+        "strip = (shared.flip(1) if by_keys else shared).transpose(1, 2)",
+        "strip = shared.transpose(1, 2)",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "the gradient of the table lacks the scale",
+        "reference/positions.py",
+        "return self.sums * self.scale",
+        "return self.sums",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "the last entry adds nothing to the gradient of the table",
+        "reference/positions.py",
+        "for entry, vectors in zip(ds, x, strict=True):",
+        "for entry, vectors in list(zip(ds, x, strict=True))[: max(len(ds) - 1, 1)]:",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "every part reads the content of the first entries",
+        "flash_dmattn/projected.py",
+        "made = [each.scores(content[span]) for",
+        "made = [each.scores(content[: span.stop - span.start]) for",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "every part has the mask of the first entries",
+        "flash_dmattn/projected.py",
+        "return mask[span]",
+        "return mask[: span.stop - span.start]",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "masks that differ by entry are packed only for the first part",
+        "flash_dmattn/projected.py",
+        "if is_shared and not view.fresh:",
+        "if not view.fresh:",
+        (_PROJECTED_CALLS, f"{_PROJECTED}test_what_goes_with_it"),
+    ),
+    Fault(
+        "dropout numbers the entries of each part from 0",
+        "flash_dmattn/projected.py",
+        "batch if is_shared or has_dropout else",
+        "batch if is_shared else",
+        (f"{_PROJECTED}test_what_goes_with_it",),
+    ),
+    Fault(
+        "the gradient of a second derivative draws another dropout",
+        "flash_dmattn/projected.py",
+        "results = run_call(replaced(prepared, repeats=call.repeats), call.requested, dropout)",
+        "results = run_call(replaced(prepared, repeats=call.repeats), call.requested)",
+        (f"{_PROJECTED}test_second_derivatives",),
+    ),
+    Fault(
+        "a softcap caps only q k with a Projected",
+        "flash_dmattn/biases.py",
+        "capped = softcap * torch.tanh(s / softcap)",
+        "capped = softcap * torch.tanh((s - made) / softcap) + made",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "distances that a window hides need a row",
+        "flash_dmattn/biases.py",
+        "term.check_covers(q.shape[-3], k.shape[-3], window)",
+        "term.check_covers(q.shape[-3], k.shape[-3])",
+        (f"{_PROJECTED}test_distances_that_the_call_does_not_have_need_no_row",),
+    ),
+    Fault(
+        "triton: queries of a group read the rows of another one",
+        "triton_kernels/positions.py",
+        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
+    count = length + others - 1
+    head_rows = rows + (h // (heads // row_heads)).to(tl.int64) * count * terms""",
+        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
+    count = length + others - 1
+    head_rows = rows + (h % row_heads).to(tl.int64) * count * terms""",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: vectors of other residues have the rows of residue 0",
+        "triton_kernels/positions.py",
+        "beyond = start + STEP * (BLOCK_M - 1) - (length - 1)",
+        "beyond = start // STEP * STEP + STEP * (BLOCK_M - 1) - (length - 1)",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: sums of a table begin anew with each part",
+        "triton_kernels/positions.py",
+        "acc = tl.load(place, mask=is_distance, other=0.0)",
+        "acc = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: ds behind the last key is what was in memory",
+        "triton_kernels/positions.py",
+        'return self._space("ds", entries, *lengths, zeros=True)',
+        'return self._space("ds", entries, *lengths)',
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: great products in float16 are infinite",
+        "triton_kernels/positions.py",
+        "if MOST != 0:",
+        "if MOST < 0:",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: the block of distances before the middle has no program",
+        "triton_kernels/positions.py",
+        "tl.where(rank % 2 == 1, -((rank + 1) // 2), rank // 2)",
+        "tl.where(rank % 2 == 1, -(rank // 2), rank // 2)",
+        (_PROJECTED_KERNELS,),
     ),
     Fault(
         "triton reads a bias by distance mirrored",

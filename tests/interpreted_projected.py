@@ -1,0 +1,103 @@
+"""The kernels of a `Projected` in Triton's interpreter: `interpreted_projected.py WHAT`, "kernels" or "calls"."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from interpreter import TILES, admit_cpu, assert_margins, guard_outputs, set_up
+from out_of_tree import replace_backend
+from outcomes import outcome_of, report
+from projected_cases import SHAPES, assert_accurate, assert_products, by_gather, draw, in_fp64, with_gradients
+from torch import Tensor
+
+from flash_dmattn import attention, projected
+from flash_dmattn.backends.eager import BACKEND as EAGER
+from flash_dmattn.gradients import with_dbias
+from flash_dmattn.triton_kernels import positions as kernels
+
+
+def computes_products(shape: tuple[int, int, int, int, int], by_keys: bool, dtype: torch.dtype, most: int) -> None:
+    assert_products(shape, by_keys, dtype, most)
+    assert_margins()
+
+
+def stays_finite() -> None:
+    """Scores beyond the largest number of float16 become that number."""
+    x, rows = torch.full((1, 5, 1, 16), 300.0).half(), torch.full((1, 9, 16), 300.0).half()
+    for sign in (1, -1):
+        made = kernels.Products(sign * rows, 1.0, False, 1, (1, 5, 5)).scores(x)
+        assert torch.equal(made.float(), torch.full((1, 1, 5, 5), sign * 65504.0))
+
+
+def kernel_calls() -> Iterator[str | None]:
+    guard_outputs()
+    for number, (shape, by_keys) in enumerate(product(SHAPES, (False, True))):
+        dtype, most = (torch.float16, torch.float32)[number % 2], (16, 64)[number // 2 % 2]
+        set_up()
+        yield outcome_of(
+            partial(computes_products, shape, by_keys, dtype, most), f"{shape}, {by_keys=}, {dtype}, {most}"
+        )
+    yield outcome_of(stays_finite, "great scores")
+
+
+def answers(seed: int, dtype: torch.dtype) -> None:
+    case = draw(seed, dtype, (17, 40), softcap=False)
+    q, k, v, mask, bias, options = case
+    assert_accurate(case, attention(q, k, v, mask, bias, return_lse=True, backend="triton", **options))
+
+
+def answers_short(seed: int) -> None:
+    """Lengths of 1 and 3, where some gradients are 0: against the formula, in fp32."""
+    case = draw(seed, torch.float32, (1, 3), softcap=False)
+    exact = in_fp64(case)
+    q, k, v, mask, bias, options = case
+    results = attention(q, k, v, mask, bias, return_lse=True, backend="triton", **options)
+    wanted = with_gradients(by_gather(exact), exact.leaves)
+    for x, y in zip(with_gradients(results, case.leaves), wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+def stores(seed: int, dtype: torch.dtype) -> None:
+    """A backend may store the gradient of the scores in the workspace, as cuda does."""
+    case, stored = draw(seed, dtype, (17, 40), softcap=False), []
+    q, k, v, mask, bias, options = case
+
+    def plan_backward(problem: Any) -> Any:
+        run = EAGER.plan_backward(problem)  # type: ignore[misc]
+
+        def backward(saved: Any, dout: Tensor, dlse: Any, *, dbias_out: Tensor | None = None, **more: Any) -> Any:
+            assert dbias_out is not None and dbias_out.shape == saved.inputs.bias.shape
+            stored.append(dbias_out)
+            return with_dbias(run(saved, dout, dlse, **more), dbias_out)
+
+        return backward
+
+    replace_backend("eager", plan_backward=plan_backward, stores_dbias=True)
+    try:
+        results = attention(q, k, v, mask, bias, return_lse=True, backend="eager", **options)
+        assert_accurate(case, results)
+    finally:
+        replace_backend("eager", plan_backward=EAGER.plan_backward, stores_dbias=False)
+    assert stored and all(x.stride(2) % 16 == 0 for x in stored)
+
+
+def calls() -> Iterator[str | None]:
+    admit_cpu()
+    projected._products_of = lambda q: kernels.Products  # type: ignore[assignment]
+    for seed, workspace in zip(range(24), 8 * (1, 5000, 2**28), strict=True):
+        projected.WORKSPACE_BYTES = workspace
+        set_up(TILES[0])
+        dtype = (torch.float32, torch.float16)[seed // 3 % 2]
+        yield outcome_of(partial(answers, seed, dtype), f"seed {seed}, {dtype}, {workspace=}")
+        if seed < 8:
+            yield outcome_of(partial(answers_short, seed), f"short, seed {seed}, {workspace=}")
+            yield outcome_of(partial(stores, seed, dtype), f"stored, seed {seed}, {dtype}, {workspace=}")
+
+
+if __name__ == "__main__":
+    sys.exit(report({"kernels": kernel_calls, "calls": calls}[sys.argv[1]]()))

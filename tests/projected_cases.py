@@ -1,0 +1,216 @@
+"""Random calls with a `Projected`, and their results by a gather of rows for every score."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import attention
+from flash_dmattn.biases import Projected
+from flash_dmattn.reference import positions
+from flash_dmattn.reference.yardstick import RATIO
+
+
+class ProjectedCase(NamedTuple):
+    """The arguments of one call; `leaves` are its tensors that have a gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Projected
+    options: dict[str, Any]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        sink = self.options.get("sink")
+        factors = [x for term in self.bias.terms for x in term[:2]]
+        return [self.q, self.k, self.v, *factors, *([] if sink is None else [sink])]
+
+
+LENGTHS = (1, 3, 17, 40)
+
+
+LONG = (65, 130, 200, 300)
+
+
+def draw(
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    lengths: tuple[int, ...] = LENGTHS,
+    dim: int = 8,
+    device: str = "cpu",
+    softcap: bool = True,
+) -> ProjectedCase:
+    """Draw a call: its lengths, heads, side, rule for other distances, mask, window, sink and softcap."""
+    choose, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype).to(device).requires_grad_()
+
+    batch, heads_k, group = choose.choice((1, 2, 3, 5)), choose.choice((1, 2)), choose.choice((1, 2))
+    seqlen_q, seqlen_k, terms = choose.choice(lengths), choose.choice(lengths), choose.choice((1, 5, dim))
+    heads, of = heads_k * group, choose.choice(("queries", "keys"))
+    outside: Any = choose.choice(("error", "clamp", "zero"))
+    number, zero = seqlen_q + seqlen_k - 1, seqlen_k - 1
+    if outside != "error":
+        number = choose.choice((1, 5, 100))
+        zero = choose.choice((-3, 0, number // 2, number + 2))
+    heads_table = choose.choice((1, heads_k, heads) if of == "queries" else (1, heads_k))
+    q, k, v = (
+        leaf(batch, seqlen_q, heads, dim),
+        leaf(batch, seqlen_k, heads_k, dim),
+        leaf(batch, seqlen_k, heads_k, dim),
+    )
+    content = leaf(batch, seqlen_q, heads, terms) if of == "queries" else leaf(batch, seqlen_k, heads_k, terms)
+    mask = None
+    if choose.random() < 0.6:
+        sizes = ((1, batch), (1, heads_k, heads), (1, seqlen_q), (1, seqlen_k))
+        mask = torch.rand([choose.choice(each) for each in sizes], generator=numbers).to(device) < 0.6
+    options = {
+        "is_causal": choose.random() < 0.3,
+        "window_size": choose.choice((None, None, (3, 2))),
+        "softmax_scale": choose.choice((None, 1.0, 0.3)),
+        "softcap": choose.choice((0.0, 0.0, 3.0)) * softcap,
+        "sink": leaf(heads) if choose.random() < 0.3 else None,
+    }
+    table, plus = leaf(heads_table, number, terms), None
+    if choose.random() < 0.3:  # of the other side, as DeBERTa has
+        other = leaf(batch, seqlen_k, heads_k, 3) if of == "queries" else leaf(batch, seqlen_q, heads, 3)
+        plus = Projected(other, leaf(1, 7, 3), 3, "clamp", "keys" if of == "queries" else "queries")
+    bias = Projected(content, table, zero, outside, of, plus)  # type: ignore[arg-type]
+    return ProjectedCase(q, k, v, mask, bias, options)
+
+
+def gathered(bias: Projected, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The product of every score, (B, H, Lq, Lk), with a row of the table for each."""
+    content, table, zero, outside, of, plus = bias
+    place = zero + torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    place = place.to(content.device)
+    has_row = ((place >= 0) & (place < table.shape[1])) | (outside == "clamp")
+    rows = table.repeat_interleave(content.shape[-2] // table.shape[0], 0)[:, place.clamp(0, table.shape[1] - 1)]
+    rows = torch.where(has_row[None, :, :, None], rows, 0.0)
+    made = torch.einsum("bihp,hijp->bhij" if of == "queries" else "bjhp,hijp->bhij", content, rows)
+    if plus is None:
+        return made
+    other = gathered(plus, seqlen_q, seqlen_k)
+    heads = max(made.shape[1], other.shape[1])
+    return made.repeat_interleave(heads // made.shape[1], 1) + other.repeat_interleave(heads // other.shape[1], 1)
+
+
+def by_gather(case: ProjectedCase) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, from a tensor of all scores; written from the definition."""
+    q, k, v, mask, bias, options = case
+    (_, seqlen_q, heads, dim), (_, seqlen_k, heads_k, _) = q.shape, k.shape
+    group = heads // heads_k
+    product = gathered(bias, seqlen_q, seqlen_k)
+    product = product.repeat_interleave(heads // product.shape[1], 1)
+    scale = dim**-0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    s = (torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) + product) * scale
+    if options["softcap"]:
+        s = options["softcap"] * torch.tanh(s / options["softcap"])
+    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    distance = distance.to(q.device)
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if options["is_causal"]:
+        allowed = allowed & (distance <= 0)
+    if options["window_size"] is not None:
+        left, right = options["window_size"]
+        allowed = allowed & (distance >= -left) & (distance <= right)
+    if mask is not None:
+        allowed = allowed & (mask if mask.shape[1] in (1, heads) else mask.repeat_interleave(group, 1))
+    s = s.masked_fill(~allowed, -torch.inf)
+    if options["sink"] is not None:
+        s = torch.cat((s, options["sink"].view(1, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
+    is_empty = torch.isneginf(s).all(-1, keepdim=True)
+    filled = s.masked_fill(is_empty, 0.0)
+    total = filled.logsumexp(-1, keepdim=True)
+    p = torch.where(is_empty, 0.0, (filled - total).exp())[..., :seqlen_k]
+    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(group, 2))
+    return out, torch.where(is_empty, -torch.inf, total).squeeze(-1)
+
+
+def with_gradients(results: tuple[Tensor, ...], leaves: list[Tensor], seed: int = 0) -> list[Tensor]:
+    """The results with 0 for -inf, and the gradients of the leaves for random gradients of the results."""
+    numbers = torch.Generator().manual_seed(seed)
+    finite = [torch.where(x.isfinite(), x, 0.0) for x in results]
+    sent = [torch.randn(x.shape, generator=numbers, dtype=torch.float64).to(x) for x in finite]
+    gradients = torch.autograd.grad(finite, leaves, sent, allow_unused=True)
+    return [*finite, *(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))]
+
+
+def in_fp64(case: ProjectedCase) -> ProjectedCase:
+    """The same call, in fp64."""
+    wide = {id(x): x.detach().double().requires_grad_() for x in case.leaves}
+    q, k, v = (wide[id(x)] for x in case[:3])
+    sink = case.options["sink"]
+    options = {**case.options, "sink": None if sink is None else wide[id(sink)]}
+    return ProjectedCase(q, k, v, case.mask, case.bias.converted(lambda x: wide[id(x)]), options)
+
+
+def assert_accurate(case: ProjectedCase, results: tuple[Tensor, ...]) -> None:
+    """out, lse and all gradients have at most RATIO times the error of the formula with a tensor of this dtype."""
+    q, k, v, mask, bias, options = case
+    assert options["softcap"] == 0, "a tensor is added behind the cap"
+    scale = q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    tensor = bias.dense(q.shape[1], k.shape[1]) * scale
+    plain = attention(q, k, v, mask, tensor, return_lse=True, backend="reference", **options)
+    exact = in_fp64(case)
+    wanted = with_gradients(by_gather(exact), exact.leaves)
+    for x, y, z in zip(with_gradients(results, case.leaves), with_gradients(plain, case.leaves), wanted, strict=True):
+        error, yardstick, size = (float(t.detach().double().norm()) for t in (x.double() - z, y.double() - z, z))
+        # The few elements of a sink may all be rounded by half a unit, which many never are at once.
+        rounding = torch.finfo(x.dtype).eps / 2 if z.numel() <= 16 else 0.0
+        assert error <= RATIO * yardstick + (1e-5 + rounding) * size, (error / size, yardstick / size, tuple(z.shape))
+
+
+# Heads, L, M, P, and the heads of the rows: tiles of one vector and of several, lengths that no tile divides.
+SHAPES = (
+    (2, 1, 1, 8, 1),
+    (2, 37, 50, 20, 2),
+    (4, 130, 65, 16, 2),
+    (1, 7, 300, 16, 1),
+    (2, 300, 7, 16, 2),
+    (1, 64, 64, 130, 1),
+    (2, 66, 16, 5, 1),
+)
+
+
+def assert_products(
+    shape: tuple[int, int, int, int, int], by_keys: bool, dtype: torch.dtype, most: int = 0, device: str = "cpu"
+) -> None:
+    """Scores and gradients of the kernels are as in fp64 PyTorch; in parts they have the bits of the whole.
+
+    Tiles have `most` vectors, or as many as the kernels choose.
+    """
+    from flash_dmattn.triton_kernels.positions import Products  # most tests do without Triton
+
+    heads, length, others, terms, heads_rows = shape
+    random = torch.Generator().manual_seed(length)
+    lengths = (others, length) if by_keys else (length, others)
+    x = torch.randn(3, heads, length, terms, generator=random).to(device, dtype).transpose(1, 2)
+    rows = torch.randn(heads_rows, length + others - 1, terms, generator=random).to(device, dtype)
+    ds = torch.randn(3, heads, *lengths, generator=random).to(device, dtype)
+    exact = positions.Products(rows.double(), 0.3, by_keys, 3, shape[:3])
+    wanted = [exact.scores(x.double()), exact.gradients(ds.double(), x.double(), True, True), exact.rows_gradient()]
+    made: list[list[Any]] = []
+    for entries, stores in ((3, True), (1, False), (2, True)):
+        products = Products(rows, 0.3, by_keys, entries, shape[:3])
+        if most:
+            products.tile = (*products.tile[:1], most, *products.tile[2:])
+        scores, gradients = [], []
+        for part_of_ds, part in zip(ds.split(entries), x.split(entries), strict=True):
+            scores.append(products.scores(part).clone())
+            if stores:
+                part_of_ds = products.place(len(part)).copy_(part_of_ds)
+            gradients.append(products.gradients(part_of_ds, part, True, True))
+        made.append([torch.cat(scores), torch.cat(gradients), products.rows_gradient()])  # type: ignore[arg-type]
+    for each in made:
+        assert all(torch.equal(a, b) for a, b in zip(each, made[0], strict=True)), "bits depend on the workspace"
+    limits = (torch.finfo(dtype).eps, torch.finfo(dtype).eps, 0.0)  # the last are sums in fp32
+    for x, y, limit in zip(made[0], wanted, limits, strict=True):
+        error = float((x.double() - y).norm() / y.norm())
+        assert error <= max(limit, 1e-5), (error, limit)
