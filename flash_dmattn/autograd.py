@@ -66,8 +66,9 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, ...]:
         if not is_transformed():
             record(plan)
         # Not `is_exporting()`, which is True for Dynamo of torch 2.11 in every graph.
-        if torch.compiler._is_exporting_flag or (plan.backward is None and not is_transformed()):
-            # An exported program keeps the operator only, whose derivative is registered below.
+        is_exported = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+        if is_exported or (plan.backward is None and not is_transformed()):
+            # An exported or traced program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
         if is_nested_gradient_traced():
             # Dynamo drops the gradient of the gradient of every autograd function.

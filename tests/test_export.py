@@ -13,7 +13,7 @@ from out_of_tree import KernelPair, needs_hints, registered, replaced
 from torch import Tensor
 from torch.export import Dim
 
-from flash_dmattn import Sequences, attention
+from flash_dmattn import Sequences, attention, biases
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.masks import (
     IndexScores,
@@ -352,6 +352,25 @@ class Called(torch.nn.Module):
 class OfALeaf(torch.nn.Module):
     def forward(self, q: Tensor) -> Tensor:
         return leaf(q)
+
+
+class Trained(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16)
+        self.values = torch.nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, q: Tensor) -> Tensor:
+        return attention(self.project(q), q, q, bias=biases.Relative(self.values, 2, "clamp"), is_causal=True)
+
+
+def test_a_traced_module_with_parameters_follows_its_inputs() -> None:
+    """An autograd function of Python would return the results of the trace, whatever the inputs are."""
+    module, others = Trained(), torch.randn(5, 12, 2, 16)
+    traced = torch.jit.trace(module, torch.randn(1, 8, 2, 16))
+    torch.testing.assert_close(traced(others), module(others))
+    gradients = (torch.autograd.grad(each(others).sin().sum(), list(each.parameters())) for each in (traced, module))
+    torch.testing.assert_close(*gradients)
 
 
 def test_what_other_exporters_do_is_said() -> None:

@@ -268,17 +268,21 @@ def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
     def names(variant: Variant, arch: str = "sm_90") -> list[str]:
         return [job.name for job in jobs_of(variant, arch)]
 
-    call = Variant(64, dtype=torch.float32, batch=1, seqlen_q=1024, seqlen_k=1024)  # 2^24 pairs
+    call = Variant(
+        64, dtype=torch.float32, batch=1, num_heads=8, num_heads_k=8, seqlen_q=512, seqlen_k=512
+    )  # 2^21 pairs
     packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
     assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128)) == packs
-    assert names(replace(call, seqlen_k=512, batch=2)) == packs[1:], "the backward pass from 512 on"
-    alone = [name for name in packs if name != "pack_pieces"]
+    short = replace(call, seqlen_k=384, batch=2)
+    assert names(short) == packs[1:], "the backward pass from 384 on"
+    assert names(replace(short, head_dim=24)) == packs, "and the forward pass of narrow heads"
+    made = [name for name in packs if name != "pack_pieces"]
     assert (
-        names(replace(call, seqlen_k=511, batch=4))
-        == names(replace(call, num_heads=8, num_heads_k=8))
+        names(replace(call, seqlen_k=383, batch=4))
+        == names(replace(call, num_heads=4, num_heads_k=4))
         == names(call, "sm_86")
         == names(replace(call, head_dim=256))
-        == alone
+        == made
     )
     assert "pack_pieces" not in names(SequenceVariant(64, dtype=torch.float32))
 
