@@ -265,26 +265,20 @@ def test_pieces_are_stored_for_kernels_that_read_them() -> None:
 def test_pieces_are_stored_where_they_are_read_in_many_tiles() -> None:
     from compiled_triton import SequenceVariant, Variant, jobs_of
 
-    def names(variant: Variant, arch: str = "sm_90") -> list[str]:
-        return [job.name for job in jobs_of(variant, arch)]
+    def packs(variant: Variant, arch: str = "sm_90") -> tuple[bool, bool]:
+        """Return whether the forward pass stores pieces, and whether the backward pass does."""
+        names = [job.name for job in jobs_of(variant, arch)]
+        backward = names.index("delta")
+        return "pack_pieces" in names[:backward], "pack_pieces" in names[backward:]
 
-    call = Variant(
-        64, dtype=torch.float32, batch=1, num_heads=8, num_heads_k=8, seqlen_q=512, seqlen_k=512
-    )  # 2^21 pairs
-    packs = ["pack_pieces", "forward", "delta", "pack_pieces", "backward_keys", "backward_queries"]
-    assert names(call) == names(replace(call, tf32=True)) == names(replace(call, head_dim=128)) == packs
+    sizes = {"num_heads": 8, "num_heads_k": 8, "seqlen_q": 512, "seqlen_k": 512}
+    call = Variant(64, dtype=torch.float32, batch=1, **sizes)  # 2^21 pairs
+    assert packs(call) == packs(replace(call, tf32=True)) == packs(replace(call, head_dim=128)) == (True, True)
     short = replace(call, seqlen_k=384, batch=2)
-    assert names(short) == packs[1:], "the backward pass from 384 on"
-    assert names(replace(short, head_dim=24)) == packs, "and the forward pass of narrow heads"
-    made = [name for name in packs if name != "pack_pieces"]
-    assert (
-        names(replace(call, seqlen_k=383, batch=4))
-        == names(replace(call, num_heads=4, num_heads_k=4))
-        == names(call, "sm_86")
-        == names(replace(call, head_dim=256))
-        == made
-    )
-    assert "pack_pieces" not in names(SequenceVariant(64, dtype=torch.float32))
+    assert packs(short) == (False, True) and packs(replace(short, head_dim=24)) == (True, True)
+    for other in (replace(short, seqlen_k=383), replace(call, num_heads=4, num_heads_k=4), replace(call, head_dim=256)):
+        assert packs(other) == (False, False)
+    assert packs(call, "sm_86") == packs(SequenceVariant(64, dtype=torch.float32)) == (False, False)
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
