@@ -177,7 +177,8 @@ def time_kernels(name: str, c: Call, device: torch.device) -> None:
     x, sizes = {key: t.detach() for key, t in c.leaves.items()}, c.sizes
     clamps, zero = bool(sizes.reach), sizes.reach or sizes.length - 1
     rows = reference.rows_of_call(x["table"], zero, clamps, sizes.length, sizes.length, False)
-    entries = projected._entries_of(x["q"], x["k"], [x["x"]])
+    leaves = projected._Leaves(x["q"], x["k"], x["v"], None, x["x"], x["table"])
+    entries = projected._entries_of(leaves, (projected._Term(zero, clamps, False),))
     shape = (sizes.heads, sizes.length, sizes.length)
     products: Any = projected._products_of(x["q"])(rows, sizes.dim**-0.5, False, entries, shape)
     part = x["x"][:entries]

@@ -30,6 +30,7 @@ from .problem import (
     check_floats,
     check_number,
     check_softcap,
+    check_strided,
     check_tensor,
     check_window,
     is_int,
@@ -52,6 +53,13 @@ _FLOAT = "a floating-point torch.Tensor"  # for messages
 def _refuse_sum() -> NoReturn:
     """Refuse the sum of a bias by distance and a tensor; Python's error would not say what to do instead."""
     raise TypeError("a bias by distance is no tensor; to add to it, make one: bias.dense(seqlen_q, seqlen_k)")
+
+
+def _refuse_sum_of_projected() -> NoReturn:
+    raise TypeError(
+        "a Projected is no tensor; plus= adds one of the other side; softmax_scale * bias.dense(seqlen_q, seqlen_k) "
+        "is a tensor to add to, for a call without softcap"
+    )
 
 
 class Relative(NamedTuple):
@@ -181,7 +189,8 @@ class Projected(NamedTuple):
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Make the product of every score, (*batch, heads of content, Lq, Lk), with a gradient.
 
-        It is not scaled: `softmax_scale * bias.dense(Lq, Lk)` is an ordinary bias of the same call without softcap.
+        It is not scaled: `softmax_scale * bias.dense(Lq, Lk)` is an ordinary bias of the same call without softcap. In
+        float16 it is float32, because products may be larger than the range of float16.
 
         Raises:
             TypeError: content or table is no tensor of floats, or zero no int.
@@ -192,18 +201,34 @@ class Projected(NamedTuple):
                   [1., 2.]]]])
         """
         integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
-        for term in self.terms:
-            term.check_parts()
-            needed, name = (seqlen_k, "seqlen_k") if term.of == "keys" else (seqlen_q, "seqlen_q")
+        for name, term in self.named_terms:
+            term.check_parts(name)
+            needed, length = (seqlen_k, "seqlen_k") if term.of == "keys" else (seqlen_q, "seqlen_q")
             if term.content.shape[-3] != needed:
-                raise ValueError(f"bias.content has {term.content.shape[-3]} rows; it needs {name} of them, {needed}")
-            term.check_covers(seqlen_q, seqlen_k)
-        return self.scores(seqlen_q, seqlen_k, 1.0)
+                raise ValueError(
+                    f"{name}.content has {term.content.shape[-3]} rows; it needs {length} of them, {needed}"
+                )
+            for part, tensor in (("content", term.content), ("table", term.table)):
+                check_dtype(f"{name}.{part}", tensor, self.content.dtype)
+                check_device(f"{name}.{part}", tensor.device, self.content.device)
+            term.check_covers(seqlen_q, seqlen_k, name=name)
+        if self.plus is not None and self.plus.content.shape[:-3] != self.content.shape[:-3]:
+            raise ValueError(
+                f"bias.plus.content has shape {tuple(self.plus.content.shape)}; it needs the batch of bias.content, "
+                f"{tuple(self.content.shape[:-3])}"
+            )
+        is_half = self.content.dtype == torch.float16
+        return (self.converted(lambda x: x.float()) if is_half else self).scores(seqlen_q, seqlen_k, 1.0)
 
     @property
     def terms(self) -> tuple[Projected, ...]:
         """This one, and the one that is added."""
         return (self,) if self.plus is None else (self, self.plus)
+
+    @property
+    def named_terms(self) -> tuple[tuple[str, Projected], ...]:
+        """The terms, with the names that messages give them."""
+        return tuple(zip(("bias", "bias.plus"), self.terms))
 
     def scores(self, seqlen_q: int, seqlen_k: int, scale: float) -> Tensor:
         """Return `dense` times a scale, of parts that have been checked; each product is rounded once."""
@@ -220,7 +245,9 @@ class Projected(NamedTuple):
             return self.content.new_zeros(*self.content.shape[:-3], heads, seqlen_q, seqlen_k) + unread
         batch = self.content.shape[:-3]
         x = merge(self.content, len(batch)) if len(batch) != 1 else self.content
-        rows = positions.rows_of_call(self.table, *self.numbers, seqlen_q, seqlen_k, self.of == "keys")
+        # Rows of clamped ends are added up in the gradient of the table, which is rounded once.
+        table = self.table.float() if self.table.dtype.itemsize == 2 else self.table
+        rows = positions.rows_of_call(table, *self.numbers, seqlen_q, seqlen_k, self.of == "keys")
         made = positions.product(x, rows, scale)
         made = made.transpose(2, 3) if self.of == "keys" else made
         return made if len(batch) == 1 else made.unflatten(0, batch) if batch else made.squeeze(0)
@@ -235,71 +262,76 @@ class Projected(NamedTuple):
         """The index of distance 0, and whether distances beyond the table get its ends."""
         return bounded(self.zero), self.outside == "clamp"
 
-    def check_parts(self) -> None:
-        """Check each part by itself."""
-        check_floats("bias.content", self.content)
-        check_floats("bias.table", self.table)
+    def check_parts(self, name: str = "bias") -> None:
+        """Check each part by itself; `name` is that of messages."""
+        for part, tensor in (("content", self.content), ("table", self.table)):
+            check_floats(f"{name}.{part}", tensor)
+            check_strided(f"{name}.{part}", tensor)
         if not is_int(self.zero):
             raise TypeError(
-                f"bias.zero is a {type(self.zero).__name__}; it needs to be an int, the index of distance 0"
+                f"{name}.zero is a {type(self.zero).__name__}; it needs to be an int, the index of distance 0"
             )
-        for name, value, values in (("outside", self.outside, _OUTSIDE), ("of", self.of, _SIDES)):
+        for part, value, values in (("outside", self.outside, _OUTSIDE), ("of", self.of, _SIDES)):
             if value not in values:
-                raise ValueError(f"bias.{name} is {value!r}; it needs to be one of {', '.join(map(repr, values))}")
+                raise ValueError(f"{name}.{part} is {value!r}; it needs to be one of {', '.join(map(repr, values))}")
         content, table = tuple(self.content.shape), tuple(self.table.shape)
         if len(content) < 3:
-            raise ValueError(f"bias.content has shape {content}; it needs (*batch, {self.of}, heads, terms)")
+            raise ValueError(f"{name}.content has shape {content}; it needs (*batch, {self.of}, heads, terms)")
         if len(table) != 3 or table[1] == 0:
             raise ValueError(
-                f"bias.table has shape {table}; it needs (heads, distances, terms), of one distance at least"
+                f"{name}.table has shape {table}; it needs (heads, distances, terms), of one distance at least"
             )
         if content[-1] != table[2] or not 1 <= table[2] <= _MOST_TERMS:
             raise ValueError(
-                f"bias.content has {content[-1]} terms in a product and bias.table {table[2]}; they need the same "
+                f"{name}.content has {content[-1]} terms in a product and {name}.table {table[2]}; they need the same "
                 f"number, from 1 to {_MOST_TERMS}"
             )
         heads = content[-2]
         if table[0] == 0 or heads % table[0] != 0:
             raise ValueError(
-                f"bias.table has {table[0]} heads and bias.content {heads}; it needs 1, or a divisor of these"
+                f"{name}.table has {table[0]} heads and {name}.content {heads}; it needs 1, or a divisor of these"
             )
         if self.plus is None:
             return
         if not isinstance(self.plus, Projected):
             raise TypeError(f"bias.plus is a {type(self.plus).__name__}; it needs to be None or a Projected")
-        if self.plus.of == self.of or self.plus.plus is not None:
-            raise ValueError(
-                f"bias.plus is another Projected of {self.plus.of}, or has a third one; it needs to be of the other "
-                "side: concatenate contents and tables of one side along their last dim, which adds their products"
-            )
+        joins = (
+            "contents and tables of the same distances can be concatenated along their last dim, which adds products"
+        )
+        if name != "bias":
+            raise ValueError(f"{name} has plus, a third Projected; it needs None there: {joins}")
+        if self.plus.of == self.of:
+            raise ValueError(f"bias.plus is another Projected of {self.of}; it needs to be of the other side: {joins}")
 
-    def check_with(self, q: Tensor, k: Tensor) -> None:
+    def check_with(self, q: Tensor, k: Tensor, name: str) -> None:
         """Check the parts with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
-        self.check_parts()
-        name, x, kind = ("k", k, "seqlen_k") if self.of == "keys" else ("q", q, "seqlen_q")
+        self.check_parts(name)
+        side, x, kind = ("k", k, "seqlen_k") if self.of == "keys" else ("q", q, "seqlen_q")
         wanted = (*x.shape[:-1], self.table.shape[2])
         for part, tensor in (("content", self.content), ("table", self.table)):
-            check_dtype(f"bias.{part}", tensor, q.dtype)
-            check_device(f"bias.{part}", tensor.device, q.device)
+            check_dtype(f"{name}.{part}", tensor, q.dtype)
+            check_device(f"{name}.{part}", tensor.device, q.device)
         if tuple(self.content.shape) != tuple(wanted):
             raise ValueError(
-                f"bias.content has shape {tuple(self.content.shape)}; it needs the batch, {kind} and heads of {name}: "
-                f"{tuple(wanted)}"
+                f"{name}.content has shape {tuple(self.content.shape)}; it needs the batch, {kind} and heads of "
+                f"{side}: {tuple(wanted)}"
             )
         heads = sorted({1, k.shape[-2]} if self.of == "keys" else {1, k.shape[-2], q.shape[-2]})
         if self.table.shape[0] not in heads:
-            raise ValueError(f"bias.table has {self.table.shape[0]} heads; it needs one of {heads}")
+            raise ValueError(f"{name}.table has {self.table.shape[0]} heads; it needs one of {heads}")
 
-    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+    def check_covers(
+        self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), name: str = "bias"
+    ) -> None:
         """Refuse distances without a row that a window of `causal_window` leaves, where `outside` is "error"."""
         if self.outside == "error":
-            check_covered(self.table.shape[1], self.zero, seqlen_q, seqlen_k, window, "rows")
+            check_covered(self.table.shape[1], self.zero, seqlen_q, seqlen_k, window, "rows", name)
 
     def __add__(self, other: object) -> NoReturn:
-        _refuse_sum()
+        _refuse_sum_of_projected()
 
     def __radd__(self, other: object) -> NoReturn:
-        _refuse_sum()
+        _refuse_sum_of_projected()
 
 
 def _over_groups(scores: Tensor, others: Tensor) -> Tensor:
@@ -338,12 +370,14 @@ def check_projected(bias: Projected, q: Tensor, k: Tensor, mask: Any, raw_flags:
     """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
     limits = mask if hasattr(mask, "window_size") else raw_flags  # a prepared mask has its limits
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
-    for term in bias.terms:
-        for name, x in (("content", term.content), ("table", term.table)):
+    for name, term in bias.named_terms:
+        for part, x in (("content", term.content), ("table", term.table)):
             if is_dtensor(x):
-                raise TypeError(f"bias.{name} is a DTensor, and q is none; it needs to be a tensor: {name}.to_local()")
-        term.check_with(q, k)
-        term.check_covers(q.shape[-3], k.shape[-3], window)
+                raise TypeError(
+                    f"{name}.{part} is a DTensor, and q is none; it needs to be a tensor: {part}.to_local()"
+                )
+        term.check_with(q, k, name)
+        term.check_covers(q.shape[-3], k.shape[-3], window, name)
 
 
 def scale_of(q: Tensor, raw_flags: RawFlags) -> float:
@@ -614,6 +648,7 @@ def check_covered(
     seqlen_k: int,
     window: tuple[int, int] = (-1, -1),
     kind: Literal["values", "rows"] = "values",
+    name: str = "bias",
 ) -> None:
     """Refuse distances of a call without a value, or a row; a window of `causal_window` hides those beyond it."""
     left, right = window
@@ -622,7 +657,7 @@ def check_covered(
     has_pairs = seqlen_q > 0 and seqlen_k > 0
     if has_pairs and low <= high and (zero + low < 0 or zero + high >= number):
         raise ValueError(
-            f"bias has {kind} for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "
+            f"{name} has {kind} for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "
             f'{high} (or outside="clamp", or "zero")'
         )
 

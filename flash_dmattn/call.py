@@ -127,7 +127,7 @@ def follow_projected(
     refuse_layouts(q, mask, sequences)
     q, k, v = follow_autocast(q, k, v)
     check_qkv(q, k, v)
-    dtype = autocast_dtype(q)
+    dtype = None if q.dtype == torch.float64 else autocast_dtype(q)  # which leaves fp64 as it is
     bias = bias if dtype is None else bias.converted(lambda x: cast_to(x, dtype))
     check_projected(bias, q, k, mask, raw_flags)
     return bias, q, k, v

@@ -50,7 +50,7 @@ from .problem.inputs import Inputs
 from .reference import positions
 from .reference.dropout import draw_key
 from .sequences import Sequences
-from .validation import PreparedCall, describe
+from .validation import PreparedCall, describe, refuse_dtensors
 
 if TYPE_CHECKING:
     from .validation import Mask
@@ -209,11 +209,13 @@ def attend_projected(
     backend: BackendChoice,
 ) -> tuple[Tensor, ...]:
     """Return what `run_call` does, of a call with a `Projected`."""
+    refuse_dtensors(q, k, v, mask, None, sink)
     bias, q, k, v = follow_projected(bias, q, k, v, mask, sequences, raw_flags)
     factors = [x for term in bias.terms for x in term[:2]]
     tensors = (q, k, v, *factors, sink, *getattr(mask, "tensors", (mask,)))
     is_dual, has_parts = forward_ad._current_level >= 0, _runs_in_parts(q, k, raw_flags)
-    is_plain = not (is_watched(*tensors) or q.is_meta)
+    # A trace would keep the parts of its own batch.
+    is_plain = not (is_watched(*tensors) or q.is_meta or torch.jit.is_tracing())
     if has_parts and not is_plain and not is_dual and _has_operator(mask, backend):
         return _through_operator(q, k, v, mask, bias, sink, raw_flags, backend)
     if not has_parts or not is_plain or is_dual:
@@ -255,16 +257,17 @@ def describe_projected(
         if raw_flags.softcap != 0:
             heads, dtype = problem.num_heads, torch.promote_types(dtype, torch.float32)
             flags = replaced(problem.flags, softmax_scale=0.0, softcap=0.0)
-            problem, needs = replaced(problem, flags=flags), replaced(needs, q=False, k=False, bias=any(needs[:4]))
+            reaches = needs.q or needs.k or needs.bias
+            problem, needs = replaced(problem, flags=flags), replaced(needs, q=False, k=False, bias=reaches)
         entries, pitch = batch, keys
         told = f"makes the scores of the Projected in PyTorch, a tensor of {(batch, heads, rows, keys)}"
     else:
         entries, pitch = call.entries, -(-keys // _PITCH) * _PITCH
         parts = -(-batch // max(entries, 1))
-        size = entries * heads * rows * pitch * dtype.itemsize / 2**20
+        size = entries * _bytes_of_entry(x.q, x.k, call.terms, x.terms) / 2**20
         told = (
             f"runs {parts} part{'s' * (parts > 1)} of {entries} of {batch} entries; their scores of the Projected take "
-            f"{size:.1f} MB"
+            f"{size:.1f} MiB"
         )
     scores = TensorSpec((entries, heads, rows, keys), (heads * rows * pitch, rows * pitch, pitch, 1), dtype)
     spec = problem.mask
@@ -304,29 +307,32 @@ def _prepared(
     batch = folded.q.shape[0]
     is_shared = mask is not None and getattr(mask, "shape", (batch,))[0] not in (1, batch)
     has_dropout = raw_flags.dropout_p != 0
-    entries = (
-        batch if is_shared or has_dropout else _entries_of(folded.q, folded.k, [content for content, _ in factors])
-    )
+    terms = tuple(_Term(*term.numbers, term.of == "keys") for term in bias.terms)
+    entries = batch if is_shared or has_dropout else _entries_of(x, terms)
     needs = None
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
         scores = any(t.requires_grad for pair in factors for t in pair)
         needs = Inputs(*x[:3], sink=sink).requires_grad._replace(bias=scores)
     repeats = folded.repeats if is_shared else None
-    terms = tuple(_Term(*term.numbers, term.of == "keys") for term in bias.terms)
     requested, scale = choice_in_force(backend), scale_of(q, raw_flags)
     call = _Call(raw_flags, requested, mask, terms, scale, entries, repeats, needs, _products_of(q))
     return call, x, mask if isinstance(mask, Tensor) else None
 
 
-def _entries_of(q: Tensor, k: Tensor, contents: list[Tensor]) -> int:
+def _entries_of(x: _Leaves, terms: tuple[_Term, ...]) -> int:
     """Return how many entries of the batch a part has: all parts but the last are equal, and within the workspace."""
-    batch, seqlen_q = q.shape[:2]
-    if q.numel() == 0 or k.numel() == 0:
+    batch = x.q.shape[0]
+    if x.q.numel() == 0 or x.k.numel() == 0:
         return batch
-    pitch = -(-k.shape[1] // _PITCH) * _PITCH
-    heads = sum(content.shape[2] for content in contents)
-    most = max(1, WORKSPACE_BYTES // (heads * seqlen_q * pitch * q.element_size()))
+    most = max(1, WORKSPACE_BYTES // _bytes_of_entry(x.q, x.k, terms, x.terms))
     return -(-batch // -(-batch // most))
+
+
+def _bytes_of_entry(q: Tensor, k: Tensor, terms: tuple[_Term, ...], factors: list[tuple[Tensor, Tensor]]) -> int:
+    """Return the bytes of the scores of an entry of the batch; those of keys are made transposed, and copied."""
+    pitch = -(-k.shape[1] // _PITCH) * _PITCH
+    heads = sum(content.shape[2] * (1 + term.by_keys) for term, (content, _) in zip(terms, factors, strict=True))
+    return heads * q.shape[1] * pitch * q.element_size()
 
 
 def _forward(
@@ -495,10 +501,11 @@ def _differentiate_again(
     for (zero, clamps, by_keys), pair in reversed(list(zip(call.terms, x.terms, strict=True))):
         bias = Projected(*pair, zero, "clamp" if clamps else "zero", "keys" if by_keys else "queries", bias)
     mask_of_call = call.mask if mask is None else mask
-    with torch.enable_grad():
+    with torch.enable_grad(), positions.without_autocast(x.q):
         prepared = prepare_call(x.q, x.k, x.v, mask_of_call, bias, x.sink, None, call.raw_flags)
         results = run_call(replaced(prepared, repeats=call.repeats), call.requested, dropout)
-    return _pull(results, [narrow(each, x.q.dtype) for each in sent], x, create_graph=torch.is_grad_enabled())
+    with positions.without_autocast(x.q):
+        return _pull(results, [narrow(each, x.q.dtype) for each in sent], x, create_graph=torch.is_grad_enabled())
 
 
 # The operators, for calls that a compiler or a dispatch mode sees. Each term has a content, a table and three settings;
@@ -523,6 +530,10 @@ _BACKWARD_SCHEMA = (
 
 def _bits(flags: Sequence[bool]) -> int:
     return sum(int(flag) << place for place, flag in enumerate(flags))
+
+
+def _flags_of(bits: int) -> list[bool]:
+    return [bool(bits >> place & 1) for place in range(_NUM_LEAVES)]
 
 
 def _has_operator(mask: Any, backend: BackendChoice) -> bool:
@@ -568,16 +579,20 @@ def _through_operator(
 def _read(a: Any) -> tuple[_Call, _Leaves]:
     """Return the call of an operator, and its leaves."""
     x = _Leaves(*(getattr(a, name) for name in _Leaves._fields))
-    terms = (_Term(a.zero, a.clamps, a.by_keys), _Term(a.other_zero, a.other_clamps, a.other_by_keys))
+    terms: tuple[_Term, ...] = (
+        _Term(a.zero, a.clamps, a.by_keys),
+        _Term(a.other_zero, a.other_clamps, a.other_by_keys),
+    )
     window = (a.left, -1 if a.right == 0 else a.right)
     raw_flags = RawFlags(
         a.right == 0, a.softmax_scale, 0.0, window, a.deterministic, True, False, a.dropout_p, a.max_scores, a.entropy
     )
-    needed = [bool(a.needs >> place & 1) for place in range(_NUM_LEAVES)]
+    needed = _flags_of(a.needs)
     q, k, v, sink, *factors = needed
     needs = NeedsGrad(q, k, v, any(factors), sink) if any(needed) else None
-    entries = x.q.shape[0] if a.dropout_p > 0 else _entries_of(x.q, x.k, [content for content, _ in x.terms])
-    settings = (terms[: len(x.terms)], a.softmax_scale, entries, None, needs, _products_of(x.q))
+    terms = terms[: len(x.terms)]
+    entries = x.q.shape[0] if a.dropout_p > 0 else _entries_of(x, terms)
+    settings = (terms, a.softmax_scale, entries, None, needs, _products_of(x.q))
     return _Call(raw_flags, parse_choice(a.backend), a.mask, *settings), x
 
 
@@ -594,7 +609,7 @@ def _run_backward_operator(a: Any) -> list[Tensor]:
     if a.entropy:
         results.append(a.entropies)
         sent.append(a.dentropy)
-    needed = [bool(a.needs >> place & 1) for place in range(_NUM_LEAVES)]
+    needed = _flags_of(a.needs)
     made = _backward(call, x, a.dropout, tuple(results), None, needed, tuple(sent))
     return [
         (torch.zeros_like(t) if g is None else g).contiguous()
@@ -611,7 +626,7 @@ def _forward_fake(a: Any) -> tuple[Tensor, ...]:
 
 def _backward_fake(a: Any) -> list[Tensor]:
     leaves = [getattr(a, name) for name in _Leaves._fields]
-    return empty_gradients(leaves, [bool(a.needs >> place & 1) for place in range(_NUM_LEAVES)])
+    return empty_gradients(leaves, _flags_of(a.needs))
 
 
 def _forward_flop(a: Any) -> int:
@@ -621,7 +636,7 @@ def _forward_flop(a: Any) -> int:
 
 def _backward_flop(a: Any) -> int:
     """Return the FLOP of the gradients: each product is made again, and has a gradient of each factor."""
-    needed = [bool(a.needs >> place & 1) for place in range(_NUM_LEAVES)]
+    needed = _flags_of(a.needs)
     attends = count_backward_flop(_pairs(a), a.q.shape[3], a.v.shape[3], (*needed[:3], any(needed[4:])))
     return attends + _pairs(a) * 2 * _terms(a) * (1 + (needed[4] or needed[6]) + (needed[5] or needed[7]))
 
@@ -653,10 +668,10 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_operator(ctx: Any, *sent: Tensor | None) -> tuple[Any, ...]:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_batched(*sent):
         raise NotImplementedError(
-            "a call with a Projected in a graph, an exported program or a dispatch mode has no second derivative; call "
-            "attention outside of it"
+            "a call with a Projected in a graph, an exported program or a dispatch mode has no second derivative "
+            "and no batched gradients; call attention outside of it"
         )
     saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:_NUM_LEAVES]
     dout, dlse, _, dentropy = sent

@@ -71,7 +71,9 @@ def within_range(scores: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.float16:
         return scores
     most = torch.finfo(dtype).max
-    return scores.clamp(-most, most)
+    fixed = scores.detach()
+    # The gradient passes through, as it does through scores of a workspace; the difference is 0.
+    return fixed.clamp(-most, most) + torch.where(fixed.isfinite(), scores - fixed, 0.0)
 
 
 def content_gradient(ds: Tensor, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

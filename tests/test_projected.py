@@ -38,6 +38,7 @@ Q, K, V, X = leaf(B, LQ, HQ, 8), leaf(B, LK, HK, 8, seed=1), leaf(B, LK, HK, 8, 
 TABLE = leaf(HK, 11, 6, seed=4)
 LEAVES = [Q, K, V, X, TABLE]
 BIAS = Projected(X, TABLE, 4, "clamp")
+BY_KEYS = Projected(leaf(B, LK, HK, 6, seed=5), TABLE, 4, "clamp", "keys")
 
 
 def scaled(content: Tensor = X, table: Tensor = TABLE) -> Tensor:
@@ -192,6 +193,66 @@ def test_16_bits_round_once() -> None:
             for made in (run(*low, low_table), run(*low, low_table, by_tensor=True))
         ]
         assert all(error <= 1.3 * by_tensor + 1e-5 for error, by_tensor in zip(*errors, strict=True)), errors
+
+
+def test_the_tensor_of_float16_holds_products_beyond_its_range() -> None:
+    """The recipe of docs/biases.md scales behind the product, and gives the lse and the gradients of the call."""
+    q, k, v, x = (torch.full((1, 4, 1, 64), value, dtype=torch.float16) for value in (1.0, 1.0, 1.0, 40.0))
+    table = torch.full((1, 7, 64), 40.0, dtype=torch.float16, requires_grad=True)
+    bias = Projected(x, table, 3)
+    _, lse = attention(q, k, v, bias=bias, return_lse=True)
+    _, same = attention(q, k, v, bias=bias.dense(4, 4) * 0.125, return_lse=True)
+    torch.testing.assert_close(lse, same.to(lse), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_the_gradient_passes_through_scores_that_float16_bounds(create_graph: bool) -> None:
+    q, k, v = (torch.ones(1, 4, 1, 8, dtype=torch.float16) for _ in range(3))
+    table = torch.full((1, 7, 8), 3e4, dtype=torch.float16, requires_grad=True)
+    _, lse = attention(q, k, v, bias=Projected(q, table, 3), softmax_scale=1.0, return_lse=True)
+    assert torch.autograd.grad(lse.sum(), table, create_graph=create_graph)[0].abs().sum() > 1
+
+
+class Positioned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(TABLE.detach())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return attention(q, k, v, bias=Projected(x, self.table, 4, "clamp"))
+
+
+@pytest.mark.parametrize("requires_grad", (False, True))
+def test_a_trace_has_no_parts_of_its_own_batch(requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projected, "WORKSPACE_BYTES", 5000)
+    module, inputs = Positioned().requires_grad_(requires_grad), [x.detach() for x in (Q, K, V, X)]
+    traced = torch.jit.trace(module, [x[:3] for x in inputs], check_trace=False)
+    torch.testing.assert_close(traced(*inputs), module(*inputs))
+
+
+def test_a_second_derivative_ignores_autocast_of_its_own_block() -> None:
+    x = [t.detach().float().requires_grad_() for t in (Q, K, V, X, TABLE)]
+    made = []
+    for is_on in (False, True):
+        out = attention(*x[:3], bias=Projected(x[3], x[4], 4, "clamp"))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            made.append(torch.autograd.grad(out.sin().sum(), x, create_graph=True))
+    torch.testing.assert_close(*made)
+
+
+def test_keys_have_two_tensors_of_scores_in_the_workspace() -> None:
+    x = projected._Leaves(Q, K, V, None, BY_KEYS.content, BY_KEYS.table)
+    entries = [projected._bytes_of_entry(Q, K, (projected._Term(4, True, of),), x.terms) for of in (False, True)]
+    assert entries[1] == 2 * entries[0]
+
+
+def test_explain_with_softcap_where_only_v_has_a_gradient() -> None:
+    q, k, x, table = (t.detach() for t in (Q, K, X, TABLE))
+    bias, records = Projected(x, table, 4, "clamp"), []
+    explained = explain(q, k, V, bias=bias, softcap=2.0)
+    with config(record=records):
+        attention(q, k, V, bias=bias, softcap=2.0)
+    assert [(each.forward, each.backward) for each in records] == [(explained.forward, explained.backward)]
 
 
 def test_float16_scores_beyond_its_range_stay_finite() -> None:
@@ -357,7 +418,7 @@ def test_autocast_casts_both_parts() -> None:
 def test_explain_names_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", 2 * HQ * LQ * 48 * 8)
     explained = explain(Q, K, V, some_pairs(B, 1, LQ, LK), BIAS)
-    assert explained.copies == ("runs 3 parts of 2 of 5 entries; their scores of the Projected take 0.1 MB",)
+    assert explained.copies == ("runs 3 parts of 2 of 5 entries; their scores of the Projected take 0.1 MiB",)
     assert "batch 2, 20 queries x 33 keys" in str(explained.problem)
     records: list[Any] = []
     with config(record=records):
@@ -425,6 +486,21 @@ WRONG: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
         "bias is a Projected with sequences; it needs to be None or another bias",
     ),
     (BIAS, {"mask": LISTS}, TypeError, "bias is a Projected with lists; it needs to be a ListBias there"),
+    (
+        BIAS._replace(plus=BY_KEYS._replace(content=BY_KEYS.content.float())),
+        {},
+        TypeError,
+        "bias.plus.content has dtype float32; it needs that of q, float64",
+    ),
+    (BIAS._replace(plus=BY_KEYS._replace(outside="error")), {}, ValueError, "bias.plus has rows for distances -4 to 6"),
+    (BIAS._replace(plus=BY_KEYS._replace(plus=BIAS)), {}, ValueError, "bias.plus has plus, a third Projected"),
+    (
+        BIAS._replace(plus=BIAS),
+        {},
+        ValueError,
+        "bias.plus is another Projected of queries; it needs to be of the other",
+    ),
+    (BIAS._replace(content=X.detach().to_sparse()), {}, TypeError, "bias.content"),
     (BIAS, {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
     (BIAS, {"softmax_scale": "1"}, TypeError, "softmax_scale is a str; it needs to be"),
     (BIAS, {"mask": some_pairs(3, 1, LQ, LK)}, ValueError, "mask has shape (3, 1, 20, 33)"),

@@ -389,7 +389,7 @@ _PYTHON = (
     Fault(
         "distances that a window hides need a row",
         "flash_dmattn/biases.py",
-        "term.check_covers(q.shape[-3], k.shape[-3], window)",
+        "term.check_covers(q.shape[-3], k.shape[-3], window, name)",
         "term.check_covers(q.shape[-3], k.shape[-3])",
         (f"{_PROJECTED}test_distances_that_the_call_does_not_have_need_no_row",),
     ),
