@@ -145,7 +145,7 @@ def expected_of_sequences(
     """The sums in fp64, in the dtype of the call, and of terms by their size, by one dense call of all tokens."""
     tokens = sequence_calls.Tokens(call)
     rows = (weights if call.packs_queries else weights.transpose(0, 1).flatten(1))[None]
-    rows = rows.masked_fill(tokens.q[:, 0] < 0, 0.0)
+    rows = rows.masked_fill((tokens.q[:, 0] < 0).to(rows.device), 0.0)
     made = []
     numbers = {name: call.flags[name] for name in ("softcap", "softmax_scale")}
     for dtype, w in ((torch.float64, rows.double()), (call.q.dtype, rows), (torch.float64, rows.abs().double())):

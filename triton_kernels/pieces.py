@@ -27,6 +27,8 @@ from .tile_ops import load_tile
 _WIDENS: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))
 # The maximum of a row in float16 is scaled to below 2^15; a product of two rows is divided by this factor.
 _UNDO: tl.constexpr = tl.constexpr(2.0**-28)
+_MOST_SCALED: tl.constexpr = tl.constexpr(2.0**15)  # a bound of finite numbers, which keep their pieces
+_MOST_BFLOAT16: tl.constexpr = tl.constexpr(3.3895313892515355e38)
 _EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
 _ONE: tl.constexpr = tl.constexpr(1 << 23)  # of the exponents of fp32
 _LEAST: tl.constexpr = tl.constexpr(15 << 23)  # the least exponent of a size, whose factor is finite
@@ -45,19 +47,19 @@ def _size_and_factor(bits):
 def split(x, PRECISION: tl.constexpr):
     """Split a tile into (a, b, sizes), its pieces and the sizes of its rows; return it as is if no split is needed.
 
-    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is 0. So
-    they are multiplied with the first piece of another number only, which has its sign. The second may have the other
-    sign, and inf - inf is NaN.
+    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is cut to
+    a number, and their second is inf or NaN. So inf is multiplied with the first piece of another number only, which
+    has its sign. The second may have the other sign, and inf - inf is NaN.
     """
     if PRECISION == "fp16x3":
         # inf and NaN become negative, as the largest exponent and one more have the bit of the sign.
-        bits = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE
-        sizes, factors = _size_and_factor(tl.maximum(tl.max(bits, 1) - _ONE, 0))
+        bits = tl.max((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + _ONE, 1)
+        sizes, factors = _size_and_factor(tl.maximum(bits - _ONE, 0))
         x = x * factors[:, None]
-        a = tl.where(bits < 0, 0.0, x).to(tl.float16)
+        a = tl.minimum(tl.maximum(x, -_MOST_SCALED), _MOST_SCALED).to(tl.float16)
         return a, (x - a.to(tl.float32)).to(tl.float16), sizes
     elif PRECISION == "bf16x3":
-        a = tl.where((x.to(tl.int32, bitcast=True) & _EXPONENT) == _EXPONENT, 0.0, x).to(tl.bfloat16)
+        a = tl.minimum(tl.maximum(x, -_MOST_BFLOAT16), _MOST_BFLOAT16).to(tl.bfloat16)
         return a, (x - a.to(tl.float32)).to(tl.bfloat16), a
     else:
         return x, x, x

@@ -1109,14 +1109,14 @@ _TRITON = (
     Fault(
         "pieces of float16: one size for all rows of a tile",
         "triton_kernels/pieces.py",
-        "_size_and_factor(tl.maximum(tl.max(bits, 1) - _ONE, 0))",
-        "_size_and_factor(tl.maximum(tl.zeros_like(tl.max(bits, 1)) + tl.max(tl.max(bits, 1), 0) - _ONE, 0))",
+        "_size_and_factor(tl.maximum(bits - _ONE, 0))",
+        "_size_and_factor(tl.maximum(tl.zeros_like(bits) + tl.max(bits, 0) - _ONE, 0))",
         (_PIECES.format("fp16x3 made"),),
     ),
     Fault(
         "pieces of float16: the first piece of inf is inf, so that a score of -inf is NaN",
         "triton_kernels/pieces.py",
-        "a = tl.where(bits < 0, 0.0, x).to(tl.float16)",
+        "a = tl.minimum(tl.maximum(x, -_MOST_SCALED), _MOST_SCALED).to(tl.float16)",
         "a = x.to(tl.float16)",
         (_PIECES.format("fp16x3 made"),),
     ),
