@@ -106,9 +106,10 @@ def _fp32_lines(folder: Path, root: Path) -> list[str]:
     peers = {line["system"] for line in row["systems"] if not line["ours"]}
     others = [f"{label(peer)} {' / '.join(ms(time_of(row, peer, name)) for name in passes)}" for peer in sorted(peers)]
     places = [place(s) for s in standings(rows)]
-    counts = ", ".join(f"{places.count(each)} {each}" for each in ("ahead", "level", "behind", "alone"))
+    counts = ", ".join(f"{places.count(x)} {x}" for x in ("ahead", "level", "behind", "alone") if x in places)
     text = (
-        f"In fp32 under torch's default precision, tokens of AlphaFold 3 ({row['shape']}, {row['what']}): ours {mine}, "
+        f"In fp32 under torch's default precision, tokens of AlphaFold 3 ({row['shape']}, "
+        f"{row['what'].partition('highest, ')[2]}): ours {mine}, "
         f"{', '.join(others)}. Of {len(places)} passes in fp32: {counts} ([table]"
         f"({other.relative_to(root).as_posix()}/performance.md))."
     )

@@ -47,8 +47,8 @@ def _size_and_factor(bits):
 def split(x, PRECISION: tl.constexpr):
     """Split a tile into (a, b, sizes), its pieces and the sizes of its rows; return it as is if no split is needed.
 
-    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is cut to
-    a number, and their second is inf or NaN. So inf is multiplied with the first piece of another number only, which
+    inf and NaN do not count for sizes, so that the other numbers of the row keep their bits. Their first piece is cut
+    to a number, and their second is inf or NaN. So inf is multiplied with the first piece of another number only, which
     has its sign. The second may have the other sign, and inf - inf is NaN.
     """
     if PRECISION == "fp16x3":
