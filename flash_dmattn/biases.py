@@ -158,7 +158,8 @@ class Projected(NamedTuple):
         s = softmax_scale * s                                                # then softcap, masks and softmax
 
     No tensor of all scores is kept for the gradients, which have the shapes and dtypes of content and table. The
-    gradient of the table is summed in fp32, entry by entry of the batch, and rounded once.
+    gradient of the table is summed in fp32, entry by entry of the batch, and rounded once; where PyTorch makes all
+    scores (see docs/biases.md), rows beyond a clamped end are added up in the dtype of the table.
 
     Attributes:
         content: (*batch, Lq, Hq, P), or (*batch, Lk, Hk, P) of keys; dtype of q, any strides. It is what the model
@@ -245,9 +246,7 @@ class Projected(NamedTuple):
             return self.content.new_zeros(*self.content.shape[:-3], heads, seqlen_q, seqlen_k) + unread
         batch = self.content.shape[:-3]
         x = merge(self.content, len(batch)) if len(batch) != 1 else self.content
-        # Rows of clamped ends are added up in the gradient of the table, which is rounded once.
-        table = self.table.float() if self.table.dtype.itemsize == 2 else self.table
-        rows = positions.rows_of_call(table, *self.numbers, seqlen_q, seqlen_k, self.of == "keys")
+        rows = positions.rows_of_call(self.table, *self.numbers, seqlen_q, seqlen_k, self.of == "keys")
         made = positions.product(x, rows, scale)
         made = made.transpose(2, 3) if self.of == "keys" else made
         return made if len(batch) == 1 else made.unflatten(0, batch) if batch else made.squeeze(0)
