@@ -156,7 +156,7 @@ def assert_accurate(case: ProjectedCase, results: tuple[Tensor, ...]) -> None:
     q, k, v, mask, bias, options = case
     assert options["softcap"] == 0, "a tensor is added behind the cap"
     scale = q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
-    tensor = bias.dense(q.shape[1], k.shape[1]).to(q.dtype) * scale
+    tensor = bias.scores(q.shape[1], k.shape[1], 1.0) * scale  # in the dtype of the call
     plain = attention(q, k, v, mask, tensor, return_lse=True, backend="reference", **options)
     exact = in_fp64(case)
     wanted = with_gradients(by_gather(exact), exact.leaves)
