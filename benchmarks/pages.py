@@ -97,10 +97,10 @@ def readme_section(folder: Path, root: Path) -> str:
 def _fp32_lines(folder: Path, root: Path) -> list[str]:
     """Compare a call of AlphaFold 3 in fp32, of a run of the fp32 cases in the folder of the full run plus "-fp32"."""
     other = folder.with_name(f"{folder.name}-fp32")
-    if not (other / "performance.json").exists():
+    rows = load(other / "performance.json")["rows"] if (other / "performance.json").exists() else []
+    row = next((row for row in rows if row["name"] == "fp32-af3-8" and "error" not in row), None)
+    if row is None:
         return []
-    rows = load(other / "performance.json")["rows"]
-    row = next(row for row in rows if row["name"] == "fp32-af3-8")
     passes = ("forward", "backward")
     mine = " / ".join(ms(timing and timing.ms) for timing in (ours(row, name) for name in passes))
     peers = {line["system"] for line in row["systems"] if not line["ours"]}
@@ -110,8 +110,8 @@ def _fp32_lines(folder: Path, root: Path) -> list[str]:
     text = (
         f"In fp32 under torch's default precision, tokens of AlphaFold 3 ({row['shape']}, "
         f"{row['what'].partition('highest, ')[2]}): ours {mine}, "
-        f"{', '.join(others)}. Of {len(places)} passes in fp32: {counts} ([table]"
-        f"({other.relative_to(root).as_posix()}/performance.md))."
+        f"{', '.join(others)}. The [{len(places)} passes in fp32]"
+        f"({other.relative_to(root).as_posix()}/performance.md) beside the fastest peer: {counts}."
     )
     return ["", *wrapped(text)]
 

@@ -210,14 +210,17 @@ class Projected(NamedTuple):
                     f"{name}.content has {term.content.shape[-3]} rows; it needs {length} of them, {needed}"
                 )
             for part, tensor in (("content", term.content), ("table", term.table)):
-                check_dtype(f"{name}.{part}", tensor, self.content.dtype)
-                check_device(f"{name}.{part}", tensor.device, self.content.device)
+                check_dtype(f"{name}.{part}", tensor, self.content.dtype, "bias.content")
+                check_device(f"{name}.{part}", tensor.device, self.content.device, "bias.content")
             term.check_covers(seqlen_q, seqlen_k, name=name)
-        if self.plus is not None and self.plus.content.shape[:-3] != self.content.shape[:-3]:
-            raise ValueError(
-                f"bias.plus.content has shape {tuple(self.plus.content.shape)}; it needs the batch of bias.content, "
-                f"{tuple(self.content.shape[:-3])}"
-            )
+        if self.plus is not None:
+            (*batch, _, heads, _), (*others, _, other_heads, _) = self.content.shape, self.plus.content.shape
+            most, least = max(heads, other_heads), min(heads, other_heads)
+            if batch != others or most % max(least, 1) != 0:
+                raise ValueError(
+                    f"bias.plus.content has batch {tuple(others)} and {other_heads} heads; it needs the batch of "
+                    f"bias.content, {tuple(batch)}, and a multiple or a divisor of its {heads} heads"
+                )
         is_half = self.content.dtype == torch.float16
         return (self.converted(lambda x: x.float()) if is_half else self).scores(seqlen_q, seqlen_k, 1.0)
 
@@ -262,7 +265,7 @@ class Projected(NamedTuple):
         return bounded(self.zero), self.outside == "clamp"
 
     def check_parts(self, name: str = "bias") -> None:
-        """Check each part by itself; `name` is that of messages."""
+        """Check each part by itself. Messages call the `Projected` `name`."""
         for part, tensor in (("content", self.content), ("table", self.table)):
             check_floats(f"{name}.{part}", tensor)
             check_strided(f"{name}.{part}", tensor)

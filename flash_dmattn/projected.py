@@ -329,7 +329,10 @@ def _entries_of(x: _Leaves, terms: tuple[_Term, ...]) -> int:
 
 
 def _bytes_of_entry(q: Tensor, k: Tensor, terms: tuple[_Term, ...], factors: list[tuple[Tensor, Tensor]]) -> int:
-    """Return the bytes of the scores of an entry of the batch; those of keys are made transposed, and copied."""
+    """Return the bytes of the scores of an entry of the batch.
+
+    Scores of keys count twice: a kernel makes them transposed, and a copy turns them.
+    """
     pitch = -(-k.shape[1] // _PITCH) * _PITCH
     heads = sum(content.shape[2] * (1 + term.by_keys) for term, (content, _) in zip(terms, factors, strict=True))
     return heads * q.shape[1] * pitch * q.element_size()

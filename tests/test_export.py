@@ -364,10 +364,12 @@ class Trained(torch.nn.Module):
         return attention(self.project(q), q, q, bias=biases.Relative(self.values, 2, "clamp"), is_causal=True)
 
 
-def test_a_traced_module_with_parameters_follows_its_inputs() -> None:
+@pytest.mark.parametrize("in_grad_mode", (True, False))
+def test_a_traced_module_with_parameters_follows_its_inputs(in_grad_mode: bool) -> None:
     """An autograd function of Python would return the results of the trace, whatever the inputs are."""
     module, others = Trained(), torch.randn(5, 12, 2, 16)
-    traced = torch.jit.trace(module, torch.randn(1, 8, 2, 16))
+    with torch.set_grad_enabled(in_grad_mode):
+        traced = torch.jit.trace(module, torch.randn(1, 8, 2, 16))
     torch.testing.assert_close(traced(others), module(others))
     gradients = (torch.autograd.grad(each(others).sin().sum(), list(each.parameters())) for each in (traced, module))
     torch.testing.assert_close(*gradients)

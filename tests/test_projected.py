@@ -532,6 +532,17 @@ def test_wrong_operands_are_named_before_the_bias() -> None:
             attention(q, k, v, bias=BIAS)
     with pytest.raises(ValueError, match=r"bias\.content has 20 rows; it needs seqlen_q of them, 19"):
         BIAS.dense(19, LK)
+    for plus, says in (
+        (BY_KEYS._replace(content=leaf(B, LK, 3, 6), table=TABLE[:1]), r"batch \(5,\) and 3 heads; .* of its 4 heads"),
+        (
+            BY_KEYS._replace(content=BY_KEYS.content[:2]),
+            r"batch \(2,\) and 2 heads; it needs the batch of bias\.content",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            BIAS._replace(plus=plus).dense(LQ, LK)
+    with pytest.raises(TypeError, match=r"bias\.table has dtype float32; it needs that of bias\.content, float64"):
+        BIAS._replace(table=TABLE.float()).dense(LQ, LK)
     for add in (lambda: BIAS + torch.zeros(3), lambda: torch.zeros(3) + BIAS):
         with pytest.raises(TypeError, match="is no tensor"):
             add()

@@ -172,7 +172,7 @@ def plan_keys(
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None
     only_sums = is_dense and dbias_kind == KEY_SUM.value and not (need_k or need_v)
     tile = call.tile("sums" if only_sums else "keys")
-    # Few columns of v, as sums of probabilities have, are not padded to those of k here.
+    # Sums of probabilities have one column of v. Without dk and dv it needs no padding to the head dim of k.
     block_dv = padded_dim(shape.head_dim_v) if only_sums else call.block_dv
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
