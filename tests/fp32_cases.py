@@ -21,6 +21,7 @@ CASES = {
     "bias of blocks": PLAIN.with_(bias=FULL, bias_kind="blocks"),
     "empty rows": PLAIN.with_(mask=FULL, mask_kind="empty_rows", bias=FULL),
     "softcap": PLAIN.with_(softcap=3.0, logits=4.0),
+    "small scores under a softcap": PLAIN.with_(softcap=300.0),  # 300 tanh(s / 300)
     "dropout": PLAIN.with_(dropout_p=0.3),
     **{data: PLAIN.with_(data=data, bias=SHARED) for data in (*ROWS, "size 1e20", "size 1e-20")},
     "many keys of one sign": PLAIN.with_(data="one sign", seqlen_k=LONG, needs_grad=("q", "k", "v")),

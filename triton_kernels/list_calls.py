@@ -34,7 +34,7 @@ from .plan import MOST_FEW_KEYS, rows_of_flags
 from .plan_forward import empty_parts, num_key_shares, parts_of_rows, plan_combine
 from .precision import unsplit_precision
 from .sequences import NO_SEQUENCES
-from .tile_ops import LOG2E, BiasStrides, Shape, Strides
+from .tile_ops import LOG2E, BiasStrides, Shape, Strides, cap_of
 from .tile_table import Tile
 
 # The most memory for temporaries of gradients of keys, in bytes, unless the smallest chunk needs more.
@@ -151,7 +151,7 @@ class ListCall:
             "VALUES": self.value_kind,
             "SLOTS": slots is not None and values is not None,
             "BIAS": bias_kind,
-            "SOFTCAP": flags.softcap > 0,
+            "SOFTCAP": cap_of(flags.softcap, q.dtype),
             "LEFT": left >= 0,
             "RIGHT": right >= 0,
             "HAS_SINK": sink is not None,

@@ -20,7 +20,7 @@ from .plan_packed import packed_strides
 from .precision import MOST_FEW_ROWS, select_precision
 from .sequences import NO_SEQUENCES
 from .short_calls import ShortTile
-from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides
+from .tile_ops import BAND, BOUNDS, DENSE, KEYS, LOG2E, TILES, TREE, BiasStrides, MaskStrides, Shape, Strides, cap_of
 from .tile_table import Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
@@ -254,7 +254,7 @@ class Call:
             "BLOCK_DV": self.block_dv,
             "MASK": self.mask_kind,
             "BIAS": self.bias_kind,
-            "SOFTCAP": self.flags.softcap > 0,
+            "SOFTCAP": cap_of(self.flags.softcap, self.q.dtype),
             "LEFT": self.band[0],
             "RIGHT": self.band[1],
             "PAD_D": self.pads[0],

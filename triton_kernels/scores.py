@@ -34,7 +34,7 @@ def scaled(products, score_scale, softcap, SOFTCAP: tl.constexpr, BIASED: tl.con
     Scores are in base 2. With BIASED they are natural, so that a bias is added without a factor: see `add_bias`.
     """
     if SOFTCAP:
-        t, slope = soft_cap(products * score_scale)
+        t, slope = soft_cap(products * score_scale, SOFTCAP)
         if BIASED:
             return t, softcap, slope
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -25,6 +26,9 @@ DENSE: tl.constexpr = tl.constexpr(3)
 DENSE_ROW: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(5)
 TREE: tl.constexpr = tl.constexpr(6)
+
+# A softcap is False, True, or this: tanh to the last bits of fp32, which cost eight operations a score.
+EXACT_CAP: tl.constexpr = tl.constexpr(2)
 
 # The loops of a walk, in their order. NEAR: where a bias has flat blocks (`flat_blocks`), the others that need no mask
 # check. INSIDE: the rest that need none. EDGE: blocks that need one.
@@ -88,6 +92,11 @@ class MaskStrides(NamedTuple):
     group: int
     repeat: int
     entries: int
+
+
+def cap_of(softcap: float, dtype: torch.dtype) -> bool | int:
+    """Return the form of the softcap of a call, as kernels take it."""
+    return EXACT_CAP.value if softcap > 0 and dtype == torch.float32 else softcap > 0
 
 
 @triton.jit
@@ -173,12 +182,21 @@ def shared_head(bias, strides, b, h):
 
 
 @triton.jit
-def soft_cap(x):
-    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
+def soft_cap(x, SOFTCAP: tl.constexpr):
+    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation.
+
+    With EXACT_CAP small numbers keep all bits of fp32. Else their error is 2^-24, which 16-bit results do not show.
+    """
     e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2E))  # exp(-2 |x|), which cannot overflow
     t = (1.0 - e) / (1.0 + e)
     slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return tl.where(x < 0, -t, t), slope
+    t = tl.where(x < 0, -t, t)
+    if SOFTCAP == EXACT_CAP:
+        # tanh(x) / x - 1 over z = x^2, of least relative error below |x| = 0.625 (Moshier, Cephes: tanhf).
+        z = x * x
+        odd = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+        t = tl.where(z < 0.390625, x + x * z * (odd - 3.33332819422e-1), t)
+    return t, slope
 
 
 @triton.jit
