@@ -77,12 +77,11 @@ def key_of_part(key: Tensor, *, row: int = 0, first_key: int = 0, head: int = 0,
     """Return the dropout key of a part of a call, which drops what the whole call drops there: int64 (4,).
 
     The part is a call of its own, whose kernels count from 0. So bit 32 of the second number says that two numbers
-    follow, each of two places of 32 bits that are added: of the first row and the first key, and of the first head and
-    the first entry.
+    follow. Each has two places of 32 bits, which kernels add: row and key, head and entry.
 
     Args:
         key: of the whole call, or of a part of it that is cut again.
-        row, first_key: where the part begins, multiples of 16, because the kernels draw for blocks of 16.
+        row, first_key: where the part begins. They are multiples of 16, because kernels draw for blocks of 16.
         head, entry: its first query head, and its first entry of the batch.
 
     >>> key_of_part(torch.tensor([1, 2]), row=16, head=3).tolist()
@@ -116,7 +115,7 @@ class Dropout(NamedTuple):
 
     Attributes:
         p: the rate, from 0 to 1, at which probabilities are dropped.
-        key: int64 (2,): see `draw_key`. Of a part of a call (4,): see `key_of_part`.
+        key: int64 (2,), see `draw_key`, or (4,) for a part of a call, see `key_of_part`.
         first_entry: the number of the first entry of the batch.
     """
 

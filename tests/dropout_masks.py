@@ -60,8 +60,8 @@ def drops_as_the_whole(backend: object, case: Case, name: str, dtype: torch.dtyp
     places = {"row": 48, "first_key": 2**31 - 512, "head": 3, "entry": 2**20}
     sizes = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
     firsts = (places["entry"], places["head"], places["row"], places["first_key"])
-    whole = Dropout(case.dropout_p, key).kept(*(slice(a, a + n) for a, n in zip(firsts, sizes, strict=True)))
+    wanted = Dropout(case.dropout_p, key).kept(*(slice(a, a + n) for a, n in zip(firsts, sizes, strict=True)))
     # Cut twice, as heads and then rows of a rank are.
     part = key_of_part(key_of_part(key, head=2, first_key=16), row=48, first_key=2**31 - 528, head=1, entry=2**20)
     with patch.object(calls, "draw_key", lambda device: part):
-        return torch.equal(kept_in(backend, case, name, dtype), whole)
+        return torch.equal(kept_in(backend, case, name, dtype), wanted)
