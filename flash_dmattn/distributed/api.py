@@ -159,8 +159,8 @@ def context_parallel_attention(
             1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN in
             v of one document may reach others in the same slice.
         dropout_p: as in `attention`. Each rank draws from its generator, and what rank 0 draws counts for all, so that
-            one GPU in its state drops the same. With "gather" each interval of the layout begins at a multiple of 16.
-            Refused with packed documents.
+            one GPU in its state drops the same. Where keys are gathered, each interval of the layout begins at a
+            multiple of 16. Refused with packed documents.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.

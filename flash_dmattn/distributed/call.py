@@ -412,8 +412,8 @@ def _check_blocks(dropout_p: float, layout: SequenceLayout) -> None:
         for start, _ in runs:
             if start % BLOCK:
                 raise ValueError(
-                    f"layout has an interval of rank {rank} from {start} on, and dropout_p is {dropout_p}; with "
-                    f"strategy='gather' intervals need to begin at multiples of {BLOCK}"
+                    f"layout has an interval of rank {rank} from {start} on, and dropout_p is {dropout_p}; where keys "
+                    f"are gathered it needs to begin at a multiple of {BLOCK} (strategy='ulysses' takes any layout)"
                 )
 
 
