@@ -66,9 +66,9 @@ def is_kept(
     row_place, key_place, head_place, entry_place = places_of(key)
     entry, head = b.to(tl.uint32) + entry_place, h.to(tl.uint32) + head_place
     if GATHERED:
-        rows, keys = rows + row_place, keys + key_place
         row_half, key_half = (rows >> 3) & 1, (keys >> 3) & 1
-        rows, keys = (rows >> 4) * 8 + (rows & 7), (keys >> 4) * 8 + (keys & 7)
+        # Added behind the halving, places take fewer registers.
+        rows, keys = (rows >> 4) * 8 + (rows & 7) + (row_place >> 1), (keys >> 4) * 8 + (keys & 7) + (key_place >> 1)
         rows, keys = tl.broadcast(rows[:, None], keys[None, :])
         first_word, second, third, fourth = philox_words(key, entry, head, rows, keys)
         upper = tl.where((key_half == 0)[None, :], first_word, second)
