@@ -79,7 +79,7 @@ struct PlacesOfKeys {
 
 // Dropout of probabilities: flash_dmattn/reference/dropout.py says which are kept.
 struct DropoutParams {
-  const int64_t* key;  // (2); null for none
+  const int64_t* key;  // (2), of a part of a call (4); null for none
   uint32_t threshold;  // a probability is kept if its random word is at least this
   float scale;         // and is then multiplied by this
 };

@@ -48,7 +48,7 @@ from .problem import (
 )
 from .problem.inputs import Inputs
 from .reference import positions
-from .reference.dropout import draw_key
+from .reference.dropout import draw_key, key_of_part
 from .sequences import Sequences
 from .validation import PreparedCall, describe, refuse_dtensors
 
@@ -306,9 +306,8 @@ def _prepared(
     x = _Leaves(folded.q, folded.k, folded.v, sink, *[t for pair in factors for t in pair])
     batch = folded.q.shape[0]
     is_shared = mask is not None and getattr(mask, "shape", (batch,))[0] not in (1, batch)
-    has_dropout = raw_flags.dropout_p != 0
     terms = tuple(_Term(*term.numbers, term.of == "keys") for term in bias.terms)
-    entries = batch if is_shared or has_dropout else _entries_of(x, terms)
+    entries = batch if is_shared else _entries_of(x, terms)
     needs = None
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
         scores = any(t.requires_grad for pair in factors for t in pair)
@@ -338,6 +337,11 @@ def _bytes_of_entry(q: Tensor, k: Tensor, terms: tuple[_Term, ...], factors: lis
     return heads * q.shape[1] * pitch * q.element_size()
 
 
+def _key_at(dropout: Tensor | None, span: slice) -> Tensor | None:
+    """Return the dropout key of a part, which drops what the whole batch drops there."""
+    return None if dropout is None else key_of_part(dropout, entry=span.start)
+
+
 def _forward(
     call: _Call, x: _Leaves, mask: Tensor | None, dropout: Tensor | None
 ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]], Tensor | None]:
@@ -359,7 +363,7 @@ def _forward(
         view = packed.get(plan.choice) or view_for(part, plan, part_mask, bias)
         if is_shared and not view.fresh:  # packed once; counters, and keys in an order, are of one part
             packed[plan.choice] = view
-        inputs = Inputs(part.q, part.k, part.v, view, bias, part.sink, None, dropout)
+        inputs = Inputs(part.q, part.k, part.v, view, bias, part.sink, None, _key_at(dropout, span))
         if plan.is_differentiable:
             made = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
         else:
@@ -427,7 +431,9 @@ def _backward(
         else:
             plan = call.plans[entries]
             mask = MaskView(plan.choice.form, views[n]) if views[n] else MaskView()
-        inputs = Inputs(x.q[span], x.k[span], x.v[span], mask, scores, call.sink_of(x, span), None, dropout)
+        inputs = Inputs(
+            x.q[span], x.k[span], x.v[span], mask, scores, call.sink_of(x, span), None, _key_at(dropout, span)
+        )
         back = [None if each is None else each[span] for each in sent]
         made = [each[span] for each in results]
         if plan.backward is None:
@@ -594,8 +600,7 @@ def _read(a: Any) -> tuple[_Call, _Leaves]:
     q, k, v, sink, *factors = needed
     needs = NeedsGrad(q, k, v, any(factors), sink) if any(needed) else None
     terms = terms[: len(x.terms)]
-    entries = x.q.shape[0] if a.dropout_p > 0 else _entries_of(x, terms)
-    settings = (terms, a.softmax_scale, entries, None, needs, _products_of(x.q))
+    settings = (terms, a.softmax_scale, _entries_of(x, terms), None, needs, _products_of(x.q))
     return _Call(raw_flags, parse_choice(a.backend), a.mask, *settings), x
 
 

@@ -29,6 +29,9 @@ _WORD = 2**32 - 1
 # In a block of 16 queries or keys, number i and number i + 8 have the same counters.
 BLOCK, HALF = 16, 8
 
+# In the second number of a key: the places at which a part of a call begins follow.
+_PLACES_FOLLOW = 1 << 32
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -70,6 +73,33 @@ def draw_key(device: torch.device) -> Tensor:
     return torch.randint(0, 2**32, (2,), device=device)
 
 
+def key_of_part(key: Tensor, *, row: int = 0, first_key: int = 0, head: int = 0, entry: int = 0) -> Tensor:
+    """Return the dropout key of a part of a call, which drops what the whole call drops there: int64 (4,).
+
+    The part is a call of its own, whose kernels count from 0. So bit 32 of the second number says that two numbers
+    follow. Each has two places of 32 bits, which kernels add: row and key, head and entry.
+
+    Args:
+        key: of the whole call, or of a part of it that is cut again.
+        row, first_key: where the part begins. They are multiples of 16, because kernels draw for blocks of 16.
+        head, entry: its first query head, and its first entry of the batch.
+
+    >>> key_of_part(torch.tensor([1, 2]), row=16, head=3).tolist()
+    [1, 4294967298, 16, 3]
+    """
+    if not (row or first_key or head or entry):
+        return key
+    assert row % BLOCK == 0 == first_key % BLOCK, "kernels draw for blocks of 16 rows and 16 keys"
+    # Scalars are filled in, because a copy from the host would wait for the device.
+    places = [
+        torch.full((1,), low | high << 32, dtype=key.dtype, device=key.device)
+        for low, high in ((row, first_key), (head, entry))
+    ]
+    if key.shape[0] == 2:
+        return torch.cat((key[:1], key[1:] | _PLACES_FOLLOW, *places))
+    return torch.cat((key[:2], key[2:] + torch.cat(places)))
+
+
 def threshold_of(p: float) -> int:
     """Return the least number of a kept probability, floor(p * 2^32), at most 2^32 - 1: for p = 1 the scale is 0."""
     return min(int(p * 2**32), _WORD)
@@ -85,7 +115,7 @@ class Dropout(NamedTuple):
 
     Attributes:
         p: the rate, from 0 to 1, at which probabilities are dropped.
-        key: int64 (2,): see `draw_key`.
+        key: int64 (2,), see `draw_key`, or (4,) for a part of a call, see `key_of_part`.
         first_entry: the number of the first entry of the batch.
     """
 
@@ -111,14 +141,17 @@ class Dropout(NamedTuple):
 
         first_row, first_key = rows.start // BLOCK, keys.start // BLOCK
         row_blocks, key_blocks = -(-rows.stop // BLOCK) - first_row, -(-keys.stop // BLOCK) - first_key
-        counters = (
+        counters: Words = (
             counter(first_key * HALF, (first_key + key_blocks) * HALF, 3),
             counter(first_row * HALF, (first_row + row_blocks) * HALF, 2),
             counter(heads.start, heads.stop, 1),
             counter(self.first_entry + batch.start, self.first_entry + batch.stop, 0),
         )
+        if key.shape[0] > 2:
+            a, b, c, d = counters
+            counters = a + (key[2] >> 32) // 2, b + (key[2] & _WORD) // 2, c + (key[3] & _WORD), d + (key[3] >> 32)
         threshold = threshold_of(self.p)
-        kept = torch.stack([word >= threshold for word in philox(counters, (key[0], key[1]))])
+        kept = torch.stack([word >= threshold for word in philox(counters, (key[0], key[1] & _WORD))])
         halves = kept.unflatten(4, (key_blocks, HALF)).unflatten(3, (row_blocks, HALF)).unflatten(0, (2, 2))
         # (half of queries, half of keys, batch, heads, row blocks, 8, key blocks, 8): each half goes to its block.
         blocks = halves.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5, 7).flatten(2, 4)

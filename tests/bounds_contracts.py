@@ -97,6 +97,9 @@ class Contracts:
         self.of: dict[str, Contract] = {}
         self.sequences_seen: list[Term] = []  # whose bounds a kernel loads
         maker = getattr(self, f"_{job.name}", None)
+        if "dropout_key" in self.tensors and self.tensors["dropout_key"].numel() == 2:
+            # `draw_key` draws 32 bits. A bit above them would say that two numbers follow.
+            self.of["dropout_key"] = Contract((0, 2**32 - 1))
         if maker is not None:
             maker()
         elif "lists.most" in self.numbers:

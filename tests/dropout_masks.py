@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 from cases import DEVICE, Case
 from torch import Tensor
 
 from flash_dmattn import attention
+from flash_dmattn import call as calls
+from flash_dmattn.reference.dropout import Dropout, draw_key, key_of_part
 
 # Queries and keys: of one tile and of several, whole ones and not; one of the two is the head dim of v.
 SIZES = ((33, 60), (100, 128), (300, 40), (16, 16), (1, 70))
@@ -48,3 +52,16 @@ def kept_in(backend: object, case: Case, name: str, dtype: torch.dtype = torch.f
     assert isinstance(out, Tensor)
     (dv,) = torch.autograd.grad(out, v, dout)
     return dv.unflatten(3, (group, case.seqlen_q)).permute(0, 2, 3, 4, 1).flatten(1, 2) != 0
+
+
+def drops_as_the_whole(backend: object, case: Case, name: str, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a call that is a part of a larger one drops what that one drops there."""
+    key = draw_key(torch.device(DEVICE))
+    places = {"row": 48, "first_key": 2**31 - 512, "head": 3, "entry": 2**20}
+    sizes = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
+    firsts = (places["entry"], places["head"], places["row"], places["first_key"])
+    wanted = Dropout(case.dropout_p, key).kept(*(slice(a, a + n) for a, n in zip(firsts, sizes, strict=True)))
+    # Cut twice, as heads and then rows of a rank are.
+    part = key_of_part(key_of_part(key, head=2, first_key=16), row=48, first_key=2**31 - 528, head=1, entry=2**20)
+    with patch.object(calls, "draw_key", lambda device: part):
+        return torch.equal(kept_in(backend, case, name, dtype), wanted)

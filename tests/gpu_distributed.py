@@ -62,6 +62,9 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
     length, dim = (2048, 128) if large else (64, 16)
     base = P(is_causal=True, dlse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, num_heads=8)
     base = base.with_(head_dim=dim)
+    # Intervals of every rank begin at multiples of 16.
+    dropped = base.with_(dropout_p=0.1, head_dim=64 if large else dim, seqlen_q=max(length, 32 * size))
+    dropped = dropped.with_(seqlen_k=dropped.seqlen_q)
     wide, documents = Numbers(("1", "Hq", "1"), 2 * length - 1, length - 1, "error"), (0, 3, length // 3, length)
     return {
         "causal": base,
@@ -98,6 +101,11 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
         "lists": base.with_(lists=("B", "1")),
         "lists, values": base.with_(lists=("B", "1"), relative=Numbers(("B", "Hk", "Lq"), 48, 0, "")),
         "lists, window": base.with_(lists=("B", "1"), window_size=(length // 8, -1)),
+        "dropout": dropped.with_(bias="full", sink="normal", reduce=True),
+        "dropout, window": dropped.with_(window_size=(length // 16, -1), groups=2, mask="prepared", batch=2),
+        "dropout, wide heads": dropped.with_(head_dim=dim, bias="keys", reduce=True, layout="contiguous"),
+        "dropout, ulysses": dropped.with_(strategy="ulysses", num_heads_k=1),
+        "dropout, mesh": dropped.with_(strategy="auto", mesh=(1, size), mask="keys"),
         "documents": base.with_(documents=documents, layout="balanced", bias="keys_of_q", reduce=True),
         "documents, all keys of each": base.with_(documents=documents, layout="contiguous", is_causal=False),
         "documents, ulysses": base.with_(documents=documents, strategy="ulysses", num_heads_k=8),

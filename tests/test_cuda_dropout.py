@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import ALL, DEVICE, Case
 from conftest import Runner
+from dropout_masks import dropped_case, drops_as_the_whole
 from torch import Tensor
 
 from flash_dmattn.masks import PreparedMask, padding_mask
@@ -83,3 +84,10 @@ def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask],
     inputs = replace(case.build(), mask=prepared.dense().expand(2, 2, -1, -1).contiguous())
     call = replace(inputs, mask=prepared)  # type: ignore[arg-type]
     backend.check(case, inputs, call)
+
+
+@pytest.mark.parametrize("name, sizes", (("out", (300, 40)), ("dv", (40, 300))))
+def test_a_part_of_a_call_drops_what_the_whole_call_drops_there(
+    backend: Runner, name: str, sizes: tuple[int, int]
+) -> None:
+    assert drops_as_the_whole("cuda", dropped_case(*sizes, num_heads_k=4), name, torch.bfloat16)

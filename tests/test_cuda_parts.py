@@ -117,20 +117,24 @@ def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest
     assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"sink": True}, "this backend takes 1 or all where the gradient of a sink is needed, a sum over the batch"),
-        ({"dropout_p": 0.1}, "this backend takes 1 or all with dropout, which goes by the number of an entry"),
-    ],
-    ids=["sink", "dropout"],
-)
-def test_refused(backend: Runner, more: dict[str, Any], message: str) -> None:
+def test_refused(backend: Runner) -> None:
     inputs = built(replace(CALL, bias=(2, 1, 4, 40, 72)))
-    if "sink" in more:
-        more = {"sink": torch.zeros(4, device=DEVICE, requires_grad=True)}
+    sink = torch.zeros(4, device=DEVICE, requires_grad=True)
+    message = "this backend takes 1 or all where the gradient of a sink is needed, a sum over the batch"
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match=message):
-        attention(inputs["q"], inputs["k"], inputs["v"], None, inputs["bias"], **more)
+        attention(inputs["q"], inputs["k"], inputs["v"], None, inputs["bias"], sink=sink)
+
+
+def test_parts_drop_what_one_call_drops(backend: Runner) -> None:
+    random = torch.Generator().manual_seed(0)
+    shapes = ((*BATCH, 40, 4, 64), (*BATCH, 72, 2, 64), (*BATCH, 72, 2, 64), (2, 1, 4, 40, 72))
+    *leaves, bias = (torch.randn(shape, generator=random).to(DEVICE, torch.bfloat16) for shape in shapes)
+    made, leaves = [], [x.requires_grad_() for x in leaves]
+    for each in (bias, bias.expand(*BATCH, -1, -1, -1).contiguous()):
+        torch.manual_seed(1)
+        out, _ = attention(*leaves, None, each, dropout_p=0.4, deterministic=True)
+        made.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*made, strict=True))
 
 
 def test_repeats_and_a_fixed_order(backend: Runner) -> None:

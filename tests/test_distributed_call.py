@@ -123,7 +123,15 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "layout_k is not layout; with",
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
-        ("dropout_p is 0.1; context_parallel_attention has no", lambda: attend(dropout_p=0.1)),
+        (
+            "layout has an interval of rank 0 from 24 on, and dropout_p is 0.1; where keys are gathered it needs to "
+            "begin at a multiple of 16",
+            lambda: describe(2, dropout_p=0.1),
+        ),
+        (
+            "dropout_p is 0.1 with packed documents over ranks; it needs to be 0.0: dropout counts entries",
+            lambda: attend(*tokens(), sequences=documents(), dropout_p=0.1),
+        ),
         ("q is a nested tensor; context parallelism shares one", lambda: attend(*jagged())),
         ("q has 3 dimensions", lambda: attend(*[x[0] for x in tensors()])),
         ("q has 8 rows; it needs the 16 that each of 1 ranks has of 16", lambda: attend(*tensors(8))),
@@ -403,13 +411,14 @@ def describe(
     head_groups: int | None = None,
     bias: Any = None,
     layout: SequenceLayout | None = None,
+    dropout_p: float = 0.0,
     **sizes: int,
 ) -> ParallelCall:
     """A causal call of rank 0 of a group that need not exist."""
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
     layout = SequenceLayout.zigzag(rows * size, size) if layout is None else layout
     groups = (Members("none", size, 0),)
-    numbers = RawFlags(is_causal=not isinstance(mask, ShardedMask))
+    numbers = RawFlags(is_causal=not isinstance(mask, ShardedMask), dropout_p=dropout_p)
     rest = (layout, None, strategy, head_groups, False, None, numbers, None, 0)
     return Request(q, k, v, mask, bias, None, groups, *rest).describe()
 

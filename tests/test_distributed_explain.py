@@ -134,6 +134,10 @@ REMARKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"bias": Band(learned(4, 256, 9), 4)},
         {"bias": STAYS, "gradient of bias": "complete"},
     ),
+    "dropout": (
+        {"dropout_p": 0.1},
+        {"dropout": "rank 0 sends its key of 16 bytes to the other ranks, which drop what one GPU would"},
+    ),
     "lists": (
         {"mask": LISTS, "bias": ListBias(learned(4, 256, 3))},
         {"mask": "lists of " + STAYS.replace("rows of this rank", "this rank's rows") + NAMED, "bias": STAYS}

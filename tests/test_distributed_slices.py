@@ -53,7 +53,7 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         # The keys that the rank reads, as where ranks send parts, or all of them.
         held = runs_read(layout, rank, layout_k.length, window) if case.seed % 2 else ((0, layout_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
-        rows = RankRows(parts, places_in(held, parts), views, q, bias, None, flags, needs)
+        rows = RankRows(parts, places_in(held, parts), views, [None] * len(parts), q, bias, None, flags, needs)
         dtype = formula.softmax_dtype(q)
         out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype, device=q.device)
         sums = Sums.of(rows)

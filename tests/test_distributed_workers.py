@@ -18,6 +18,8 @@ from flash_dmattn.distributed import SequenceLayout
 TOLERANCE = 1e-10
 
 L = partial(P, lists=("B", "1"))
+# Calls whose intervals begin at multiples of 16 on 4 ranks, with dropout. The generators of ranks differ.
+DROPPED = partial(P, dropout_p=0.3, seqlen_q=128, seqlen_k=128, batch=1)
 IN_ONE = partial(P, documents=(0, 3, 8, 17, 32), batch=1)
 U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 
@@ -54,6 +56,12 @@ CASES = {
     "documents of no position": IN_ONE(documents=(0, 32), used=(0,), is_causal=True),
     "ulysses, documents": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, dlse=True, bias="keys_of_q"),
     "ulysses, one document": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, documents=(0, 32)),
+    "dropout": DROPPED(is_causal=True, bias="full", sink="normal", dlse=True, batch=2),
+    "dropout, groups, cross": DROPPED(
+        seqlen_k=160, groups=2, window_size=(40, 9), mask="prepared", layout="contiguous"
+    ),
+    "dropout, lists": DROPPED(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], is_causal=True),
+    "ulysses, dropout": U(dropout_p=0.3, num_heads=8, num_heads_k=4, bias="keys", is_causal=True, dlse=True),
     "relative, groups, cross": P(
         relative=DISTANCES["relative, clamped"], seqlen_q=16, seqlen_k=48, groups=2, reduce=True, layout="balanced"
     ),
@@ -105,6 +113,9 @@ ON_A_MESH = {
     "band": OVER(relative=DISTANCES["band"], dlse=True, groups=2, num_heads=8, num_heads_k=4),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
     "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
+    "dropout": OVER(
+        dropout_p=0.3, seqlen_q=128, seqlen_k=128, num_heads=8, num_heads_k=4, groups=2, bias="full", is_causal=True
+    ),
 }
 
 
@@ -149,6 +160,7 @@ IN_PARTS: dict[str, ParallelCase] = {
     "only dv": WINDOWED.with_(needs_grad=("v",), head_dim_v=8),
     "only dk": WINDOWED.with_(needs_grad=("k",)),
     "no gradient": WINDOWED.with_(needs_grad=()),
+    "dropout": WINDOWED.with_(dropout_p=0.3, bias="sharded", batch=1),
     "wide exchange": WINDOWED.with_(exchange=torch.float64, head_dim=8, head_dim_v=3),
 }
 OVER_A_MESH = {"mesh": (2, 2), "strategy": "auto", "num_heads": 4, "num_heads_k": 2, "groups": None, "reduce": True}
@@ -225,6 +237,7 @@ REPEATED = {
     "band": P(relative=DISTANCES["band"], dtype=torch.bfloat16, layout="balanced"),
     "lists": L(relative=ENTRIES["B", "Hk", "Lq"], dtype=torch.bfloat16, is_causal=True),
     "documents": IN_ONE(dtype=torch.bfloat16, is_causal=True, bias="keys_of_q", reduce=True),
+    "dropout": DROPPED(dtype=torch.bfloat16, is_causal=True, bias="full"),
 }
 
 
@@ -285,7 +298,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layout": ({"layout": SequenceLayout.zigzag(16, 1)}, ("ValueError", "layout is for 1 ranks; it needs")),
     "shape of mask": ({"mask": "wrong"}, ("ValueError", "mask has shape")),
     "dtype of mask": ({"mask": "numbers"}, ("TypeError", "mask has dtype float64; it needs bool")),
-    "dropout": ({"dropout_p": 0.1}, ("ValueError", "dropout_p is 0.1; context_parallel_attention has no dropout")),
+    "dropout": ({"dropout_p": 0.1}, ("ValueError", "layout has an interval of rank 0 from")),
     "strategy": ({"strategy": "ulysses"}, ("ValueError", "strategy is 'ulysses', and a mask or bias has rows")),
     "groups of no heads": ({"groups": 3}, ("ValueError", "head_groups is 3; it needs to divide the 2 key-value heads")),
     "unfit backend": ({"backend": "triton"}, ("BackendUnsupportedError", "backend 'triton' does not support this")),
@@ -340,6 +353,10 @@ def test_other_values_on_one_rank_raise_on_all() -> None:
     assert_all_raise(IN_ONE(), 1, 2, change, {}, "ValueError", differing("documents", short, long, 1, 2))
     past = "rank 1: sequences end at 40; ranks that share a sequence need the bounds of all of it, up to 32"
     assert_all_raise(IN_ONE(), 1, 2, {"documents": (0, 3, 40)}, {}, "ValueError", past)
+    message = differing("dropout_p", "0.3", "0.2", 1, 2)
+    assert_all_raise(DROPPED(batch=2), 1, 2, {"dropout_p": 0.2}, {}, "ValueError", message)
+    said = "rank 1: dropout_p is 0.3 with packed documents over ranks; it needs to be 0.0"
+    assert_all_raise(IN_ONE(), 1, 2, {"dropout_p": 0.3}, {}, "ValueError", said)
     case = L(relative=ENTRIES["B", "Hk", "Lq"])
     message = differing("lists", "(1, 1, 7)", "(1, 2, 7)", 1, 2)
     assert_all_raise(case, 1, 2, {"blocks": (1, 2)}, {}, "ValueError", message)
@@ -438,6 +455,8 @@ COMPILED = {
     "summed": P(bias="head", reduce=True, mask="prepared", sink="normal", dlse=True),
     "sharded": P(bias="sharded", mask="sharded", window_size=(5, 2)),
     "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),
+    "dropout": DROPPED(is_causal=True, dlse=True),
+    "dropout, ulysses": U(dropout_p=0.3, num_heads_k=4),
 }
 
 
@@ -452,7 +471,14 @@ def test_operators_are_what_they_say() -> None:
     for case in (case for case in COMPILED.values() if case.mesh is None):
         for names in workers(2).run("distributed_calls.check_operators", case):
             checked |= set(names)
-    assert {"gather_forward", "gather_backward", "move_keys", "sum_over_ranks", "trade_heads"} <= checked
+    assert {
+        "gather_forward",
+        "gather_backward",
+        "move_keys",
+        "sum_over_ranks",
+        "trade_heads",
+        "share_dropout_key",
+    } <= checked
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import ALL, DEVICE, Case
 from conftest import Runner
-from dropout_masks import SIZES, dropped_case, kept_in
+from dropout_masks import SIZES, dropped_case, drops_as_the_whole, kept_in
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -98,6 +98,15 @@ def test_each_pass_drops_what_the_formula_drops(backend: Runner, sizes: tuple[in
         assert torch.equal(kept_in(backend.choice(case, case.build()), case, name), case_mask(case))
         if backend.name == "eager":
             assert torch.equal(kept_in("reference", case, name), case_mask(case))
+
+
+def test_a_part_of_a_call_drops_what_the_whole_call_drops_there(backend: Runner) -> None:
+    for name, sizes in (("out", (300, 40)), ("dv", (40, 300))):
+        case = dropped_case(*sizes)
+        backend.attention(case, case.build())  # or a skip
+        assert drops_as_the_whole(backend.choice(case, case.build()), case, name)
+        if backend.name == "eager":
+            assert drops_as_the_whole("reference", case, name)
 
 
 def case_mask(case: Case) -> Tensor:

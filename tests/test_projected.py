@@ -98,6 +98,17 @@ def some_pairs(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.5
 
 
+def test_parts_drop_what_one_part_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for workspace in WORKSPACES:
+        monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
+        torch.manual_seed(1)
+        out = attention(Q, K, V, bias=BIAS, dropout_p=0.4)
+        made.append([out, *torch.autograd.grad(out.square().sum(), (Q, K, V, X))])
+    for others in made[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(made[0], others, strict=True))
+
+
 @pytest.mark.parametrize("workspace", WORKSPACES)
 def test_what_goes_with_it(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
@@ -374,7 +385,9 @@ def test_compiled_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_alike(model, compiled, list(model.parameters()), inputs_of(*sizes))
 
 
-def test_graphs_draw_the_same_dropout_and_refuse_second_derivatives() -> None:
+def test_graphs_draw_the_same_dropout_and_refuse_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projected, "WORKSPACE_BYTES", 1)
+
     def call(q: Tensor, k: Tensor, v: Tensor, content: Tensor, table: Tensor) -> Tensor:
         return attention(q, k, v, bias=Projected(content, table, 4, "clamp"), dropout_p=0.3)
 

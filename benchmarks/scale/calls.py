@@ -39,6 +39,7 @@ class Sizes:
     packed: tuple[int, int, int] = (65536, 32, 8)
     document: int = 4096  # mean length of a document
     listed: tuple[int, int, int] = (32768, 32, 2)
+    dropped: tuple[int, int, int] = (32768, 16, 16)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -56,8 +57,11 @@ QUICK = Sizes(
     packed=(256, 4, 2),
     document=32,
     listed=(256, 4, 2),
+    dropped=(256, 4, 2),
     dtype=torch.float32,
 )
+# A rate, for heads of DROPPED_DIM: cuda has kernels with dropout for these alone.
+DROPOUT, DROPPED_DIM = 0.1, 64
 PEERS_IN_FULL = 65536  # longer calls run beside the fastest form of a peer alone
 
 
@@ -86,7 +90,8 @@ class Work:
 
     Attributes:
         kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, "packed",
-            documents in one sequence, or "lists" of single keys with values of their entries. All are causal.
+            documents in one sequence, "lists" of single keys with values of their entries, or "dropout", which drops
+            the same on one GPU and on ranks. All are causal.
     """
 
     kind: str
@@ -110,6 +115,7 @@ class Work:
             "window": f"window {self.window}",
             "packed": f"documents of {self.document}",
             "lists": f"lists of {self.kept} keys, bias of entries",
+            "dropout": f"dropout {DROPOUT}",
         }
         return f"{names[self.kind]}, {self.length}, {self.heads} on {self.kv_heads}"
 
@@ -127,6 +133,10 @@ class Work:
     def window_size(self) -> tuple[int, int] | None:
         """The window of the call, causal besides."""
         return (self.window, -1) if self.kind == "window" else None
+
+    @property
+    def dropout_p(self) -> float:
+        return DROPOUT if self.kind == "dropout" else 0.0
 
     def layout(self, group: Group) -> SequenceLayout:
         if self.kind == "packed":
@@ -196,6 +206,9 @@ class Work:
         def call() -> Tensor:
             tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
             flags: dict[str, Any] = {"is_causal": True, "window_size": self.window_size, "sequences": sequences}
+            if self.dropout_p > 0:
+                torch.manual_seed(1)
+                flags["dropout_p"] = self.dropout_p
             out = flash_dmattn.attention(*tokens, mask, *self.added(bias), **flags)
             assert isinstance(out, Tensor)
             return out.view(q.shape)
@@ -227,6 +240,8 @@ class Work:
 
         def call() -> Tensor:
             tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
+            if self.dropout_p > 0:
+                torch.manual_seed(1 + group.rank)
             out = context_parallel_attention(
                 *tokens,
                 mask,
@@ -238,6 +253,7 @@ class Work:
                 is_causal=mask is None,
                 window_size=self.window_size,
                 sequences=sequences,
+                dropout_p=self.dropout_p,
             )
             assert isinstance(out, Tensor)
             return out.view(q.shape)
@@ -275,3 +291,4 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
     yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)
     yield Work("packed", *sizes.packed, head_groups=(None,), **rest)
     yield Work("lists", *sizes.listed, head_groups=(None,), **rest)
+    yield Work("dropout", *sizes.dropped, head_groups=(None,), **{**rest, "head_dim": min(DROPPED_DIM, sizes.head_dim)})

@@ -109,12 +109,14 @@ inline void set_scale(double softmax_scale, double softcap, bool has_bias, Forwa
   if (!(softcap > 0)) params.pre_scale = static_cast<float>(softmax_scale);
 }
 
-// Dropout of probabilities, of a kernel instance that has it: the key of a call, int64 (2,), and how many are dropped.
+// Dropout of probabilities, of a kernel instance that has it: the key of a call, int64 (2,) or of a part of one (4,),
+// and how many are dropped.
 template <class Params>
 void set_dropout(const char* op, const std::optional<torch::stable::Tensor>& key, double p, int64_t head_dim,
                  int64_t head_dim_v, const torch::stable::Tensor& q, Params& params) {
   if (!key.has_value()) return;
-  check_array(op, *key, "dropout_key", {2}, torch::headeronly::ScalarType::Long, q);
+  const bool is_of_part = key->dim() == 1 && key->size(0) == 4;
+  check_array(op, *key, "dropout_key", {is_of_part ? 4 : 2}, torch::headeronly::ScalarType::Long, q);
   CHECK_FOR(op, has_dropout_kernels(static_cast<int>(head_dim), static_cast<int>(head_dim_v)),
             "there are no kernels with dropout of head dims ", head_dim, " and ", head_dim_v, " (v)");
   CHECK_FOR(op, p >= 0 && p <= 1, "p is ", p, "; it needs to be from 0 to 1");

@@ -320,7 +320,8 @@ void forward(const ForwardArguments& call) {
 // mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band
 // if there is no mask.
 // sink: (Hq), contiguous, in fp32 or 16 bits.
-// dropout_key: int64 (2). With it a bias per query and key needs rows that TMA can read, and there is no softcap.
+// dropout_key: int64 (2) of 32 bits each, or (4) of a part of a call, as key_of_part of flash_dmattn/reference/dropout.py
+// makes it. With it a bias per query and key needs rows that TMA can read, and there is no softcap.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.

@@ -35,7 +35,15 @@ template <int kCount, bool kRowsAreQueries>
 __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const DropoutParams& p, int entry, int head,
                                           int row, int column) {
   // Loaded each time: no registers are left to keep them in.
-  const uint32_t key_a = static_cast<uint32_t>(p.key[0]), key_b = static_cast<uint32_t>(p.key[1]);
+  const uint64_t second = static_cast<uint64_t>(p.key[1]);
+  const uint32_t key_a = static_cast<uint32_t>(p.key[0]), key_b = static_cast<uint32_t>(second);
+  if (second >> 32 != 0) {  // a part of a call: what follows says where it begins
+    const uint64_t tile = static_cast<uint64_t>(p.key[2]), batch = static_cast<uint64_t>(p.key[3]);
+    row += static_cast<int>(kRowsAreQueries ? tile : tile >> 32);
+    column += static_cast<int>(kRowsAreQueries ? tile >> 32 : tile);
+    head += static_cast<int>(batch);
+    entry += static_cast<int>(batch >> 32);
+  }
   const uint32_t row_counter = dropout_counter(row), column_counter = dropout_counter(column);
 #pragma unroll
   for (int w = 0; w < kCount / 32; ++w) {

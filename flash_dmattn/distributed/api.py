@@ -14,11 +14,12 @@ from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
 from ..masks.arguments import integer
 from ..problem import RawFlags, check_tensor, dtype_name, refuse_keywords
+from ..reference.dropout import draw_key, key_of_part
 from ..sequences import Sequences
 from .call import ParallelCall, Request, Strategy, choose_backends
 from .documents import rows_outside
-from .exchange import Route, gather_keys, sum_dtype, sum_gradient
-from .group import Group, agree, check_layout, groups_of, next_number, refuse_together, size_and_rank
+from .exchange import Route, gather_keys, share_key, sum_dtype, sum_gradient
+from .group import Group, Members, agree, check_layout, groups_of, next_number, refuse_together, size_and_rank
 from .layout import SequenceLayout
 from .operators import attend_gathered
 from .slices import ShardedMask
@@ -157,7 +158,9 @@ def context_parallel_attention(
             Dv) and lse (Hq, L / W). Each query attends to its own document. There can be no other mask; a bias is (H,
             1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN in
             v of one document may reach others in the same slice.
-        dropout_p: refused.
+        dropout_p: as in `attention`. Each rank draws from its generator, and what rank 0 draws counts for all, so that
+            one GPU in its state drops the same. Where keys are gathered, each interval of the layout begins at a
+            multiple of 16. Refused with packed documents.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
@@ -195,6 +198,7 @@ def context_parallel_attention(
         pair = choose_backends(call, backend)
     else:
         call, pair = _prepare_together(request, backend)
+    dropout = _dropout_key(call, groups)
     q, k, v = call.request[:3] if call.trade is None else call.trade.to_heads(*call.request[:3])
     mask, bias, sink = _read_tensors(call)
     if call.trade is not None and call.strategy == "ulysses":
@@ -205,9 +209,9 @@ def context_parallel_attention(
         added = Relative(bias.squeeze(2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
         own = prepare_call(q, k, v, own_mask, added, sink, None, raw_flags._replace(return_lse=True))
-        out, lse = run_call(own, backend)
+        out, lse = run_call(own, backend, dropout)
     else:
-        out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
+        out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink, dropout)
     rows = (out, lse) if call.trade is None else call.trade.to_rows(out, lse if return_lse else None)
     out = rows[0] if sequences is None else rows[0].squeeze(0)
     if not return_lse or rows[1] is None:
@@ -290,6 +294,15 @@ def _prepare_together(request: Request, backend: BackendChoice) -> tuple[Paralle
         refuse_together(request.groups, error)
     agree(request.groups, shared)
     return call, pair
+
+
+def _dropout_key(call: ParallelCall, groups: tuple[Members, ...]) -> Tensor | None:
+    """Return the dropout key of all ranks, at the first head of this rank; None without dropout."""
+    if call.problem.dropout_p == 0:
+        return None
+    q = call.request.q
+    key = share_key(draw_key(q.device), groups, call.request.number)
+    return key if call.trade is None else key_of_part(key, head=call.trade.heads.of(q.shape[2]).start)
 
 
 def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:

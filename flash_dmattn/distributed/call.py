@@ -26,6 +26,7 @@ from ..problem import (
     dtype_name,
     unpacked_spec,
 )
+from ..reference.dropout import BLOCK
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
 from .documents import Documents, bounds_text, cached_for, read_documents
@@ -38,7 +39,7 @@ Strategy = Literal["auto", "gather", "ulysses"]
 
 
 # The arguments of a call that have to be the same on every rank.
-_SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse")
+_SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse", "dropout_p")
 
 
 class ParallelCall(NamedTuple):
@@ -194,8 +195,6 @@ class Request(NamedTuple):
         """Check the arguments, and make the call of the group that gathers keys, without sending or computing."""
         check_layout(self.layout, size_and_rank(self.groups)[0])
         q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_tokens()))
-        if self.raw_flags.dropout_p != 0:
-            raise ValueError(f"dropout_p is {self.raw_flags.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
         if isinstance(q, Tensor) and q.is_nested:
             raise ValueError(
@@ -352,6 +351,11 @@ class Request(NamedTuple):
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
+        if problem.dropout_p > 0 and documents:
+            raise ValueError(
+                f"dropout_p is {problem.dropout_p} with packed documents over ranks; it needs to be 0.0: dropout "
+                "counts entries, rows and keys within each document, and a call of a rank has rows of several"
+            )
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
         share = share_moved(layout, layout_k, problem.window, documents)
@@ -359,6 +363,8 @@ class Request(NamedTuple):
         has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
         heads = problem.num_heads, problem.num_heads_k
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
+        if problem.dropout_p > 0 and strategy == "gather":
+            _check_blocks(problem.dropout_p, layout)
         if self.sequences is not None:
             where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
             mask = _document_mask(self.sequences, documents, q.device, *where, problem)
@@ -398,6 +404,17 @@ class Request(NamedTuple):
                     f"of {sharding.length}: layout.shard({name}, 1, rank) takes them"
                 )
         return layout_k
+
+
+def _check_blocks(dropout_p: float, layout: SequenceLayout) -> None:
+    """Refuse rows that begin inside of a block of dropout: the call of a slice draws for whole ones."""
+    for rank, runs in enumerate(layout.intervals):
+        for start, _ in runs:
+            if start % BLOCK:
+                raise ValueError(
+                    f"layout has an interval of rank {rank} from {start} on, and dropout_p is {dropout_p}; where keys "
+                    f"are gathered it needs to begin at a multiple of {BLOCK} (strategy='ulysses' takes any layout)"
+                )
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 The collectives only copy. Sums are computed here, in the order of ranks, so that they are bitwise reproducible. Three
 operators send other tensors than keys: a mask or a bias that is sharded by keys, the gradient of a replicated tensor,
-and heads that are traded for positions.
+and heads that are traded for positions. A fourth sends the dropout key of the first rank.
 """
 
 from __future__ import annotations
@@ -437,6 +437,14 @@ def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return summed(received.unbind())
 
 
+def _share(x: Tensor, group: str, number: int) -> Tensor:
+    if number == 0:  # else the call was compared
+        agree_within(group, "forward", number, {"dropout key": x})
+    shared = x.clone()
+    dist.broadcast(_bytes(shared), group=process_group(group), group_src=0)
+    return shared
+
+
 def _trade(tensors: Sequence[Tensor], group: str, direction: str, number: int, to_heads: bool, *where: Any) -> Any:
     names, layout, layout_k = where
     if direction == "backward" or number == 0:  # else the call was compared
@@ -473,6 +481,9 @@ _TRADE = (
 _keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
 _SUM = "(Tensor x, str group, int size, int number) -> Tensor"
 _sum_op = define("sum_over_ranks", _SUM, _sum, lambda x, *_: x.new_empty(x.shape))
+_share_op = define(
+    "share_dropout_key", "(Tensor x, str group, int number) -> Tensor", _share, lambda x, *_: torch.empty_like(x)
+)
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
@@ -524,6 +535,13 @@ def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
         [x], lambda x: x.view_as(x), lambda gradient: (_sum_op(gradient, members.name, members.size, number),)
     )
     return same
+
+
+def share_key(key: Tensor, groups: Sequence[Members], number: int) -> Tensor:
+    """Return the dropout key of the first rank, sent over each dim of a mesh; it stays on the device."""
+    for members in groups:
+        key = _share_op(key, members.name, number)
+    return key
 
 
 class HeadTrade(NamedTuple):

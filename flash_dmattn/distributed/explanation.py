@@ -333,6 +333,8 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         yield f"gradient of bias: {'complete' if complete else partial}"
     if needs.sink:
         yield f"gradient of sink: {partial}"
+    if call.problem.dropout_p > 0:
+        yield "dropout: rank 0 sends its key of 16 bytes to the other ranks, which drop what one GPU would"
     if call.strategy == "gather" and (needs.k or needs.v):
         dtype = call.problem.dtype
         sent, total = (dtype_name(x) for x in (call.request.exchange_dtype or dtype, sum_dtype(dtype)))

@@ -21,15 +21,17 @@ from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, 
 from ..operators import count_backward_flop, count_forward_flop, define_counted, describe_operands
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
+from ..reference.dropout import key_of_part
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in, sum_dtype
+from .layout import from_flat
 from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_problem
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor? dropout"
 _NUMBERS = (
     f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, bool allows_tf32, int zero, "
-    "str outside, int block_q, int block_k, int list_size, bool is_list_bias, str forward, str backward, "
-    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
+    "str outside, int block_q, int block_k, int list_size, bool is_list_bias, float dropout_p, str forward, "
+    "str backward, int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
@@ -56,7 +58,7 @@ def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
 
 
 class RankRows(NamedTuple):
-    """The calls of a rank: its slices, and the index of the keys in k and v, and the mask, of each.
+    """The calls of a rank: its slices, and the index of the keys in k and v, the mask and the dropout key of each.
 
     q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances or
     of entries of lists. `flags` belong to all rows over all keys.
@@ -65,6 +67,7 @@ class RankRows(NamedTuple):
     parts: tuple[Slice, ...]
     places: tuple[slice, ...]
     views: list[MaskView]
+    dropouts: list[Tensor | None]
     q: Tensor
     bias: Tensor | None
     sink: Tensor | None
@@ -74,10 +77,10 @@ class RankRows(NamedTuple):
     def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse of a group of heads; k and v have the received keys in global order."""
         query_heads = heads.of(self.q.shape[2])
-        slices = zip(self.parts, self.places, self.views)
+        slices = zip(self.parts, self.places, self.views, self.dropouts)
         # The largest first, because the host prepares the other ones while it is computed.
-        for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
-            problem, inputs = self._slice(part, heads, view, k, v, keys)
+        for part, keys, view, dropout in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
+            problem, inputs = self._slice(part, heads, view, dropout, k, v, keys)
             out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
 
     def backward(
@@ -102,8 +105,8 @@ class RankRows(NamedTuple):
             KeySum(x, len(self.parts), exchange_dtype) if needed else None
             for x, needed in zip((k, v), self.needs_grad[1:])
         )
-        for part, keys, view in zip(self.parts, self.places, self.views):
-            problem, inputs = self._slice(part, heads, view, k, v, keys)
+        for part, keys, view, dropout in zip(self.parts, self.places, self.views, self.dropouts):
+            problem, inputs = self._slice(part, heads, view, dropout, k, v, keys)
             rest: dict[str, Tensor] = {}
             group_dbias = None if sums.bias is None else heads.cut(sums.bias)
             rows, last = self._place_in_bias(part)
@@ -134,7 +137,7 @@ class RankRows(NamedTuple):
         return [x.total() for x in (dk, dv) if x is not None]
 
     def _slice(
-        self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
+        self, part: Slice, heads: HeadGroup, view: MaskView, dropout: Tensor | None, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
         """Return the call of one slice and one group of heads."""
         query_heads, flags, (rows, last) = heads.of(self.q.shape[2]), self.flags, self._place_in_bias(part)
@@ -145,6 +148,7 @@ class RankRows(NamedTuple):
             view_of_heads(view, heads),
             None if self.bias is None else heads.cut(self.bias[:, :, rows, last]),
             None if self.sink is None else self.sink[query_heads],
+            dropout=None if dropout is None else key_of_part(dropout, head=query_heads.start),
         )
         zero = flags.zero + part.shift if flags.outside else 0
         (left, right), needs_grad = part.window, self.needs_grad
@@ -243,6 +247,7 @@ class Operands(NamedTuple):
     mask: list[Tensor]
     bias: Tensor | None
     sink: Tensor | None
+    dropout: Tensor | None
 
 
 class GatherSettings(NamedTuple):
@@ -263,6 +268,7 @@ class GatherSettings(NamedTuple):
     block_k: int
     list_size: int
     is_list_bias: bool
+    dropout_p: float
     forward: str
     backward: str
     head_groups: int
@@ -283,6 +289,10 @@ class GatherSettings(NamedTuple):
         """Return the calls of this rank."""
         route, parts = self.route, self.route.parts
         places, views = places_in(route.held, parts), read_views(self.mask_forms, x.mask)
+        dropouts = [
+            None if x.dropout is None else key_of_part(x.dropout, row=row, first_key=part.start)
+            for (row, _), part in zip(from_flat(route.layout).runs(route.rank), parts)
+        ]
         flags = Flags(
             route.left,
             route.right,
@@ -296,8 +306,9 @@ class GatherSettings(NamedTuple):
             block_k=self.block_k,
             list_size=self.list_size,
             is_list_bias=self.is_list_bias,
+            dropout_p=self.dropout_p,
         )
-        return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
+        return RankRows(parts, places, views, dropouts, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
     def arriving(self, x: Operands) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
         """Yield keys and values of one group of heads after the other; each is sent while the one before is computed.
@@ -398,26 +409,26 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, sink, settings, *mask = arguments
-        out, lse = gather_forward(q, k, v, mask, bias, sink, *settings.flat)
+        q, k, v, bias, sink, dropout, settings, *mask = arguments
+        out, lse = gather_forward(q, k, v, mask, bias, sink, dropout, *settings.flat)
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, sink, settings, *mask = inputs
-        ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
+        q, k, v, bias, sink, dropout, settings, *mask = inputs
+        ctx.save_for_backward(q, k, v, bias, sink, dropout, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
         ctx.settings = settings
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass; a second derivative is refused."""
-        q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
+        q, k, v, bias, sink, dropout, out, lse, *mask = ctx.saved_tensors
         # A gradient of None becomes zeros, because other ranks wait for the gradients of this one.
         dout = torch.zeros_like(out) if dout is None else dout
         run = GatherGradients.apply if torch.is_grad_enabled() else _gradients
-        gradients = run(dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
-        return *gradients, *(None,) * (1 + len(mask))
+        gradients = run(dout, dlse, q, k, v, bias, sink, dropout, out, lse, ctx.settings, *mask)
+        return *gradients, *(None,) * (2 + len(mask))
 
 
 class GatherGradients(torch.autograd.Function):
@@ -440,8 +451,9 @@ class GatherGradients(torch.autograd.Function):
 
 
 def _gradients(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> Gradients:
-    q, k, v, bias, sink, out, lse, settings, *mask = arguments
-    gradients = gather_backward(dout, narrow(dlse, q.dtype), q, k, v, mask, bias, sink, out, lse, *settings.flat)
+    q, k, v, bias, sink, dropout, out, lse, settings, *mask = arguments
+    dlse = narrow(dlse, q.dtype)
+    gradients = gather_backward(dout, dlse, q, k, v, mask, bias, sink, dropout, out, lse, *settings.flat)
     return spread(gradients, NeedsGrad(*settings.needs_grad))
 
 
@@ -454,6 +466,7 @@ def attend_gathered(
     mask: Tensor | ShardedMask | None,
     bias: Tensor | None,
     sink: Tensor | None,
+    dropout: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's rows; over a mesh of two dims, of its heads of the rows of its inner group."""
     problem, flags = call.problem, call.problem.flags
@@ -471,6 +484,7 @@ def attend_gathered(
         flags.block_k,
         flags.list_size,
         flags.is_list_bias,
+        flags.dropout_p,
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,
@@ -479,9 +493,9 @@ def attend_gathered(
     )
     tensors = [x for view in views for x in view.tensors]
     if pair.backward is None and not is_transformed():
-        out, lse = gather_forward(q, k, v, tensors, bias, sink, *settings.flat)
+        out, lse = gather_forward(q, k, v, tensors, bias, sink, dropout, *settings.flat)
     else:
-        out, lse = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
+        out, lse = GatherAttention.apply(*distinct(q, k, v, bias, sink, dropout, settings, *tensors))
     return out, narrow(lse, q.dtype) if problem.return_lse else lse
 
 

@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
         bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
         sink: (Hq,).
         sequences: the bounds of the sequences of the batch.
-        dropout: int64 (2,), the key of dropout.
+        dropout: int64 (2,) or, for a part of a call, (4,): the key of dropout.
     """
 
     q: Tensor

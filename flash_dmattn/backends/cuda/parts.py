@@ -17,6 +17,7 @@ from torch import Tensor
 from ...gradients import empty_gradient
 from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
 from ...problem.inputs import Inputs, Saved
+from ...reference.dropout import key_of_part
 from ..protocol import Backward, Direction
 from .operands import Attend
 
@@ -47,7 +48,8 @@ class Part(NamedTuple):
     def inputs(self, x: Inputs) -> Inputs:
         mask = MaskView(x.mask.form, tuple(tensor[self.mask] for tensor in x.mask.tensors))
         q, k, v = x.q[self.batch], x.k[self.batch], x.v[self.batch]
-        return Inputs(q, k, v, mask, None if x.bias is None else x.bias[self.bias], x.sink)
+        dropout = None if x.dropout is None else key_of_part(x.dropout, entry=self.batch.start)
+        return Inputs(q, k, v, mask, None if x.bias is None else x.bias[self.bias], x.sink, dropout=dropout)
 
 
 def part_size(p: AttentionProblem) -> int:
@@ -78,8 +80,6 @@ def _split(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
 
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
-    if p.dropout_p > 0:
-        return "this backend takes 1 or all with dropout, which goes by the number of an entry"
     if p.relative is not None:
         return "this backend takes 1 or all with a bias by distance"
     if direction == "forward":
