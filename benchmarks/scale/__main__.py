@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..files import write_whole
 from . import peers, report
-from .calls import QUICK, Bound, Sizes, Work, cases
-from .measure import SIZES, Group, bandwidths, compare, time_passes
+from .calls import IN_GRAPHS, QUICK, Bound, Sizes, Work, cases
+from .measure import SIZES, Group, bandwidths, compare, time_graphs, time_passes
 
 # Multicast of NVLink, switched off: the network adds nothing up here, and a fault of it takes the host with it.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -138,6 +138,11 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
     ]
     if work.is_plain and work.heads % group.size == 0:
         systems.append(("ours, heads traded", None, partial(work.shared, group, None, strategy="ulysses")))
+    if work.is_plain and work.length <= IN_GRAPHS and group.device.type == "cuda":
+        graphs = partial(work.shared, group, in_graphs=True)
+        systems.append(("ours, in CUDA graphs", 1, partial(graphs, 1)))
+        if work.heads % group.size == 0:
+            systems.append(("ours, heads traded, in CUDA graphs", None, partial(graphs, None, strategy="ulysses")))
     if work.window_size is not None:
         systems.append(("ours, all keys sent", None, partial(work.shared, group, None, all_keys=True)))
     if with_peers and work.is_plain:
@@ -158,7 +163,8 @@ def beside_one_gpu(
     """Times, efficiency and errors of one system."""
     shared = bind()
     with shared.around:
-        times = time_passes(group, shared.call, shared.leaves, shared.dout)
+        time_it = time_graphs if shared.in_graphs else time_passes
+        times = time_it(group, shared.call, shared.leaves, shared.dout)
     share = {name: milliseconds / group.size for name, milliseconds in alone.items()}
     return {
         "forward_ms": times.forward,

@@ -62,6 +62,7 @@ QUICK = Sizes(
 )
 # A rate, for heads of DROPPED_DIM: cuda has kernels with dropout for these alone.
 DROPOUT, DROPPED_DIM = 0.1, 64
+IN_GRAPHS = 32768  # longer calls do not wait for the host
 PEERS_IN_FULL = 65536  # longer calls run beside the fastest form of a peer alone
 
 
@@ -74,6 +75,7 @@ class Bound(NamedTuple):
         names: of out and the gradients.
         places: where our rows stand among the rows of the system, None where they are the same.
         around: what both passes run inside of.
+        in_graphs: whether passes are replayed as CUDA graphs.
     """
 
     call: Callable[[], Tensor]
@@ -82,6 +84,7 @@ class Bound(NamedTuple):
     names: tuple[str, ...]
     places: Tensor | None = None
     around: AbstractContextManager[Any] = nullcontext()
+    in_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,7 @@ class Work:
         *,
         strategy: Literal["gather", "ulysses"] = "gather",
         all_keys: bool = False,
+        in_graphs: bool = False,
     ) -> Bound:
         """Return the call of this rank; with `all_keys` every key is sent, also under a window."""
         layout, x = self.layout(group), self.tensors(group)
@@ -259,7 +263,7 @@ class Work:
             return out.view(q.shape)
 
         around = patch.object(parallel_call, "CLEAR_SHARE", -1.0) if all_keys else nullcontext()
-        return Bound(call, leaves, x["dout"], names_of(leaves), around=around)
+        return Bound(call, leaves, x["dout"], names_of(leaves), around=around, in_graphs=in_graphs)
 
     def rows_of_rank(self, group: Group, results: Sequence[Tensor]) -> list[Tensor]:
         """out and the gradients of one GPU, where this rank has them."""

@@ -49,6 +49,34 @@ def time_passes(group: Group, call: Callable[[], Tensor], leaves: Sequence[Tenso
     return Passes(forward, milliseconds, [out.detach(), *backward()])
 
 
+def time_graphs(group: Group, call: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> Passes:
+    """Time CUDA graphs of a forward pass and of both passes; the backward pass is what the second takes longer."""
+    with torch.no_grad():
+        forward = timed(group, captured(call)[0].replay)
+
+    def step() -> list[Tensor]:
+        out = call()
+        return [out.detach(), *torch.autograd.grad(out, list(leaves), dout)]
+
+    graph, results = captured(step)
+    return Passes(forward, timed(group, graph.replay) - forward, results)
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture a run with its collectives in a CUDA graph; return the graph and the tensors that a replay fills."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        run()  # compiles, compares the calls of the ranks, and starts NCCL
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The thread that watches NCCL asks for events meanwhile, which a capture of all threads forbids.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = run()
+    return graph, results
+
+
 def timed(group: Group, run: Callable[[], Any]) -> float:
     """Return milliseconds of a run on the slowest rank, the median of several."""
     once = _slowest(group, [_once(group, run)])[0]
