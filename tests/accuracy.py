@@ -186,7 +186,9 @@ def gross(case: Case, inputs: Inputs, probability: float | None = None) -> Resul
     if x.dentropy is not None:
         share = None if x.sink is None else share_of_sink(x.sink, lse.flatten(1, 2)).unflatten(1, (heads_k, -1))
         terms = x.dentropy.abs().unflatten(1, (heads_k, -1)) * formula.row_entropy(p, share)
-        ds = ds - p * formula.log_of(p) * x.dentropy.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
+        # Backends take log(p) as a score minus lse.
+        logs = lse.masked_fill(lse == -torch.inf, 0.0).abs().unsqueeze(-1) - formula.log_of(p)
+        ds = ds + p * logs * x.dentropy.abs().unflatten(1, (heads_k, -1)).unsqueeze(-1)
         ds = ds + p * terms.unsqueeze(-1)
     sizes: Results = {
         "out": torch.einsum("bhgij,bjhd->bihgd", weights, x.v.abs()).flatten(2, 3),
