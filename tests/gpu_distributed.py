@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 TESTS = Path(__file__).resolve().parent
@@ -41,15 +41,19 @@ from distributed_calls import (  # noqa: E402
 from draws import Features  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.scale.measure import captured  # noqa: E402
 from flash_dmattn import BackendUnsupportedError  # noqa: E402
 from flash_dmattn.biases import ListBias  # noqa: E402
+from flash_dmattn.distributed import SequenceLayout, context_parallel_attention  # noqa: E402
 from flash_dmattn.distributed import call as parallel_call  # noqa: E402
 from flash_dmattn.masks import PreparedMask, document_mask  # noqa: E402
 
 # Multicast of NVLink, in whichever way it would be used: it stays off on shared machines.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
+Strategy = Literal["gather", "ulysses"]
 MISTAKES = "mistakes of one rank"
+GRAPHS = "CUDA graphs"
 
 
 def missing_of(environment: Mapping[str, str]) -> list[str]:
@@ -235,6 +239,31 @@ def failed_together(case: ParallelCase) -> tuple[str, str]:
     return "passed", "the same error on all ranks"
 
 
+def replayed(device: str, strategy: Strategy) -> tuple[str, str]:
+    """Judge whether a CUDA graph of a step, with its collectives, has the bits of the step, at other inputs too."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    layout, group = SequenceLayout.zigzag(2048, size), dist.group.WORLD
+    q, k, v = (
+        torch.zeros(1, 2048 // size, 8, 128, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)
+    )
+    flags: dict[str, Any] = {"group": group, "layout": layout, "strategy": strategy, "is_causal": True}
+
+    def step() -> list[Tensor]:
+        out = context_parallel_attention(q, k, v, **flags, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    graph, results = captured(step)
+    for seed in range(2):
+        for number, x in enumerate((q, k, v)):
+            x.data.normal_(generator=torch.Generator(device).manual_seed(100 * rank + 10 * number + seed))
+        graph.replay()
+        everywhere: list[Any] = [None] * size
+        dist.all_gather_object(everywhere, all(torch.equal(x, y) for x, y in zip(results, step(), strict=True)))
+        if not all(everywhere):
+            return "failed", f"{strategy}: other bits with inputs {seed} on ranks {everywhere}"
+    return "passed", f"the bits of the step, {strategy}"
+
+
 def main() -> int:
     """Run the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -288,10 +317,16 @@ def main() -> int:
         counts[MISTAKES, verdict] += 1
         if dist.get_rank() == 0:
             print(f"{verdict:8} {MISTAKES}: {text}", flush=True)
+    if options.match in GRAPHS and left < 0 and on_gpus:
+        for strategy in get_args(Strategy):
+            verdict, text = replayed(f"cuda:{torch.cuda.current_device()}", strategy)
+            counts[GRAPHS, verdict] += 1
+            if dist.get_rank() == 0:
+                print(f"{verdict:8} {GRAPHS}: {text}", flush=True)
     if dist.get_rank() == 0:
         print(f"\n{dist.get_world_size()} ranks, {torch.cuda.get_device_name() if on_gpus else 'CPU'}")
         print("| backend | passed | refused | failed |\n| --- | --- | --- | --- |")
-        for backend in (*backends, MISTAKES):
+        for backend in (*backends, MISTAKES, GRAPHS):
             print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
         if left >= 0:
             print(f"stopped after {options.seconds:.0f} s: go on with --skip {left}")

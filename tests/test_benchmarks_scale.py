@@ -144,6 +144,12 @@ def test_lists_by_hand() -> None:
     assert model.density_of(8, 3 - 1) == (1 + 2 + 3 * 6) / 64
 
 
+def test_dropout_by_hand() -> None:
+    machine = model.replace(PLAIN, dropout_forward_tflops=50.0, dropout_backward_tflops=25.0)
+    one, plain = (model.one_gpu(machine, model.replace(LAYER, dropout=dropout)) for dropout in (True, False))
+    assert one == pytest.approx((plain[0] * 2, plain[1] * 4))
+
+
 def test_examples() -> None:
     done = doctest.testmod(model)
     assert done.attempted and not done.failed

@@ -140,9 +140,9 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
         systems.append(("ours, heads traded", None, partial(work.shared, group, None, strategy="ulysses")))
     if work.is_plain and work.length <= IN_GRAPHS and group.device.type == "cuda":
         graphs = partial(work.shared, group, in_graphs=True)
-        systems.append(("ours, in CUDA graphs", 1, partial(graphs, 1)))
+        systems.append(("ours in CUDA graphs", 1, partial(graphs, 1)))
         if work.heads % group.size == 0:
-            systems.append(("ours, heads traded, in CUDA graphs", None, partial(graphs, None, strategy="ulysses")))
+            systems.append(("ours in CUDA graphs, heads traded", None, partial(graphs, None, strategy="ulysses")))
     if work.window_size is not None:
         systems.append(("ours, all keys sent", None, partial(work.shared, group, None, all_keys=True)))
     if with_peers and work.is_plain:

@@ -67,6 +67,8 @@ class Machine:
         node: GPUs of a node.
         lists_forward_tflops, lists_backward_tflops: of calls over lists of single keys, which each query reads for
             itself; as measured on an H200 with 16 query heads to a key head (docs/notes/lists.md).
+        dropout_forward_tflops, dropout_backward_tflops: of causal calls with dropout, which are bound by drawing bits;
+            as measured on an H200 at head dim 64 (docs/notes/scale.md).
     """
 
     forward_tflops: float = 723.0
@@ -84,6 +86,8 @@ class Machine:
     node: int = 8
     lists_forward_tflops: float = 101.0
     lists_backward_tflops: float = 48.0
+    dropout_forward_tflops: float = 165.0
+    dropout_backward_tflops: float = 273.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Layer:
 
     `window` is how many keys before its own a causal query sees, 0 for all. `document` is the length of causal
     documents that the sequence is packed of, 0 for one. `listed` is how many keys each query lists, 0 without lists.
-    `density` is not derived from these.
+    `dropout` says whether probabilities are dropped. `density` is not derived from these.
     """
 
     length: int
@@ -104,6 +108,7 @@ class Layer:
     window: int = 0
     document: int = 0
     listed: int = 0
+    dropout: bool = False
 
     def layout(self, outer: int) -> SequenceLayout:
         """Return who has which positions among `outer` ranks."""
@@ -175,6 +180,8 @@ def one_gpu(machine: Machine, layer: Layer) -> tuple[float, float]:
     rates = machine.forward_tflops, machine.backward_tflops
     if layer.listed:
         rates = machine.lists_forward_tflops, machine.lists_backward_tflops
+    elif layer.dropout:
+        rates = machine.dropout_forward_tflops, machine.dropout_backward_tflops
     return flop / (rates[0] * 1e12), _BACKWARD * flop / (rates[1] * 1e12)
 
 
@@ -298,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
     parser.add_argument("--document", default=0, help="tokens of each packed document, 0: one sequence", **integers)
     parser.add_argument("--listed", default=0, help="keys that each query lists, 0: no lists", **integers)
+    parser.add_argument("--dropout", action="store_true", help="probabilities are dropped")
     parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
     for field in fields(Machine):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
@@ -333,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else density_of(length, seen)
             if seen >= 0
             else options.density,
+            dropout=options.dropout,
             **forms,
         )
         for length in options.lengths

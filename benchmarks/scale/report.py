@@ -15,6 +15,7 @@ Record = dict[str, Any]
 LINES = {
     "ours, heads traded": ("flash_dmattn, heads traded", "#D55E00", "o-"),
     "ours, 1 group": ("flash_dmattn, keys gathered", "#D55E00", "s--"),
+    "ours in CUDA graphs": ("flash_dmattn in CUDA graphs, best of both", "#D55E00", "D:"),
     "torch, cudnn": ("torch with cuDNN, best of its forms", "#0072B2", "^-"),
     "torch, flash": ("torch with flash, best of its forms", "#0072B2", "v--"),
 }
