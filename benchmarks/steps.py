@@ -1,9 +1,9 @@
 """Time training steps of other projects' models on this library, and on the project's best way of attention.
 
-Weights and data are random, on a GPU in fp32 with autocast to bf16. A step is forward, loss, backward and a step of
-AdamW, without torch.compile. Each way of attention has a model with the same weights, and groups of steps of all ways
-take turns in one process. The project's way that is fastest in the first groups continues with ours, and the losses of
-both are compared.
+Weights and data are random, on a GPU in fp32 with autocast to bf16 unless `--dtype fp32` says otherwise. A step is
+forward, loss, backward and a step of AdamW, without torch.compile. Each way of attention has a model with the same
+weights, and groups of steps of all ways take turns in one process. The project's way that is fastest in the first
+groups continues with ours, and the losses of both are compared.
 
 One more way replaces attention by a sum of its inputs. Its step shows the share of attention, and the ceiling: how many
 times as fast the step would be if attention took no time. The share excludes the project's work around attention, such
@@ -14,6 +14,7 @@ operators that would wait on a GPU. Lines of this library that wait are printed 
 
     python -m benchmarks steps                            # a GPU, 150 s
     python -m benchmarks steps --only T5 openfold3 --seconds 60
+    python -m benchmarks steps --only Boltz Protenix --dtype fp32 --steps 200
     python -m benchmarks steps --quick --steps 6          # tiny models, on a CPU too
 
 Exit status 1 if the first losses differ by more than bf16 explains, or if our way did not run on this library.
@@ -53,8 +54,9 @@ PACKAGE = Path(flash_dmattn.__file__).parent
 class Way:
     """One way of attention in a model: its own weights and optimizer, and what its steps took."""
 
-    def __init__(self, model: Model, name: str, quick: bool, device: torch.device) -> None:
+    def __init__(self, model: Model, name: str, quick: bool, device: torch.device, casts: bool) -> None:
         self.name, self.model, self.on_gpu = name, model, device.type == "cuda"
+        self.casts = casts and self.on_gpu
         torch.manual_seed(0)
         with torch.device(device):
             module, self.loss = model.make(name, quick)
@@ -68,7 +70,7 @@ class Way:
         """Train for several steps."""
         with self.model.attention(self.name):
             for _ in range(steps):
-                with torch.autocast("cuda", torch.bfloat16) if self.on_gpu else nullcontext():
+                with torch.autocast("cuda", torch.bfloat16) if self.casts else nullcontext():
                     loss = self.loss()
                 loss.backward()
                 self.optimizer.step()
@@ -186,11 +188,11 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def measure(model: Model, quick: bool, device: torch.device, steps: int, seconds: float) -> Result:
+def measure(model: Model, quick: bool, device: torch.device, casts: bool, steps: int, seconds: float) -> Result:
     """Train a model in all its ways, for fewer steps where they would take longer than `seconds`."""
     started = time.perf_counter()
     size = min(GROUP, max(1, steps // FIRST))
-    ours, without = (Way(model, name, quick, device) for name in (OURS, WITHOUT))
+    ours, without = (Way(model, name, quick, device, casts) for name in (OURS, WITHOUT))
     decisions: list[Any] = []
     with flash_dmattn.config(record=decisions):
         ours.group(size, timed=False)
@@ -201,7 +203,7 @@ def measure(model: Model, quick: bool, device: torch.device, steps: int, seconds
         reason = model.missing(name, device)
         if reason is None:
             try:
-                way = Way(model, name, quick, device)
+                way = Way(model, name, quick, device, casts)
                 way.group(size, timed=False)
                 theirs.append(way)
             except Exception as error:  # of a kernel of another project
@@ -251,7 +253,8 @@ def run(args: argparse.Namespace) -> int:
         reason = model.missing(OURS, device) if left > 0 else f"the {args.seconds:.0f} s are over"
         if reason is None:
             try:
-                results[model.name] = measure(model, args.quick, device, args.steps, left / (len(chosen) - index))
+                seconds = left / (len(chosen) - index)
+                results[model.name] = measure(model, args.quick, device, args.dtype == "bf16", args.steps, seconds)
             except Exception as error:  # of another project's code, or for want of memory; the others still run
                 traceback.print_exc()
                 reason = one_line(error)
@@ -286,6 +289,7 @@ def add_parser(commands: Any) -> None:
     add("--only", nargs="+", default=[""], metavar="NAME", help="models whose name contains one of these")
     add("--steps", type=int, default=50, help="of both ways whose losses are compared, 9 of others")
     add("--seconds", type=float, default=150.0, help="for all; steps are fewer where they would take longer")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of autocast on a GPU; fp32 is without it")
     add("--quick", action="store_true", help="tiny models")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     command.set_defaults(run=run)
