@@ -141,8 +141,7 @@ class Variant:
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
         flags = flags._replace(max_scores=self.aux, entropy=self.aux, key_sums=self.key_sums)
-        if self.key_sums:
-            v = torch.empty(*k.shape[:3], 1, dtype=torch.float32, device="meta")
+        v = column(k) if self.key_sums else v
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first, call.allows_tf32 = arch, 132, self.heads_first, self.tf32
@@ -161,8 +160,7 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse, rows = lse_of(q, bias), lse_of(q, None)
     if call.flags.key_sums:
-        needs_grad, out, lse = NeedsGrad(v=True), torch.empty(*q.shape[:3], 1, device=q.device), rows
-        dout = torch.ones((), device=q.device).expand(out.shape)
+        needs_grad, out, lse, dout = NeedsGrad(v=True), column(q), rows, column(q)
     asked, sent = (rows,) * (call.flags.max_scores + call.flags.entropy), SentEntropy()
     dlse = None
     if call.flags.entropy:
@@ -172,6 +170,11 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
         if not call.flags.key_sums:
             forward_plan(call)(x, out, lse, *asked)
         backward_plan(call, dout, dlse, needs_grad)(Saved(x, out, lse), dout, dlse, sent)
+
+
+def column(x: Tensor) -> Tensor:
+    """A number in fp32 for each row of (B, L, H, D): the values of sums of p, or the weights of queries."""
+    return torch.empty(*x.shape[:3], 1, dtype=torch.float32, device=x.device)
 
 
 def lse_of(q: Tensor, bias: Tensor | None) -> Tensor:
@@ -242,9 +245,10 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec)
+        flags = flags._replace(dropout_p=self.dropout_p, key_sums=self.key_sums, sequences=spec)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
-        call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
+        v = column(k) if self.key_sums else torch.empty_like(k)
+        call = SequenceCall(q, k, v, mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132
         return call
 
@@ -265,6 +269,10 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     out, lse = torch.empty_like(q), lse_of(q, bias)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, sequences, key)
+        if variant.key_sums:
+            saved, dout = Saved(x, column(q), lse_of(q, None)), column(q)
+            backward_plan(call, dout, None, NeedsGrad(v=True))(saved, dout, None)
+            return
         forward_plan(call)(x, out, lse)
         if sequences.block_table is None and mask.form != "tree":
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)

@@ -276,7 +276,7 @@ def backward_keys_kernel(
                             s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
                         )
                     if DBIAS == P_SUM:
-                        acc_bias -= tl.sum(p * d[None, :], 1)
+                        acc_bias += tl.sum(p if delta is None else p * -d[None, :], 1)
                     weights = p
                     if DROPOUT:
                         kept = is_kept(

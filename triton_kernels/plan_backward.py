@@ -114,23 +114,26 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 def plan_key_sums(call: Call, dout: Tensor) -> Callable[..., Gradients]:
     """Plan the gradient of v of a call with `Flags.key_sums`: run(saved, dout, dlse, sent), of which only dout counts.
 
-    The weights of queries take the place of dlse, so that minus delta is the weight of a row that has keys.
+    The weights of queries take the place of dlse, so that minus delta is the weight of a row that has keys. One weight
+    of all queries is a factor of the sums, and the kernel reads none.
     """
     columns, num_heads_k, has_few_keys = call.shape.head_dim_v, call.num_heads_k, call.has_few_keys
+    is_factor = not any(dout.stride()[:3]) and columns == 1
     call.packed = frozenset(("q", "k") if call.packs_pieces(LEAST_TO_PACK) else ())
-    delta_of = plan_delta(call, dout, _weights_of(dout), True)
+    delta_of = plan_delta(call, dout, None if is_factor else _weights_of(dout), True)
     keys_of = plan_keys(call, dout, False, False, P_SUM.value, call.shape.num_heads if columns > 1 else None)
     pack = plan_pieces(call.precision, call.k, call.q) if call.packed else None
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None, sent: SentEntropy = NOTHING_SENT) -> Gradients:
         (q, k, v, mask, bias, sink, sequences, dropout), *_ = saved
-        rows = delta_of(saved, dout, _weights_of(dout))
+        rows = delta_of(saved, dout, None if is_factor else _weights_of(dout))
         if pack is not None:
             k, q = pack(k, q)
         bounds = None if sequences is None else sequences.bounds
-        read = (q, k, v, bias, dout, *rows, None)
+        read = (q, k, v, bias, dout, *rows[:2], None if is_factor else rows[2], None)
         sums = keys_of(read, mask, sink if has_few_keys else None, bounds, dropout, None)[2]
         assert sums is not None
+        sums = sums * dout[0, 0, 0] if is_factor else sums
         dv = sums.view(sums.shape[0], num_heads_k, -1, sums.shape[2])
         if dv.shape[2] != columns:  # each head has a mask of its own
             dv = dv.sum(2, keepdim=True)
