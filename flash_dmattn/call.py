@@ -176,8 +176,8 @@ def differentiate_call(
 ) -> Gradients:
     """Return gradients of a call whose values are zeros from its lse, without its forward pass.
 
-    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. The gradient of v, for
-    which dout is as `Flags.key_sums` needs it, has the dtype of dout. Autograd does not record the gradients.
+    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. They are as `Flags.sums`
+    needs them. The gradient of v has the dtype of dout. Autograd does not record the gradients.
     """
     follow_checkpoints()
     with torch.no_grad():
@@ -232,7 +232,7 @@ def plan_for(
         refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, mask, bias = describe(call)
     if needs_grad is not None:
-        flags = replaced(problem.flags, key_sums=pairs_only and needs_grad.v)
+        flags = replaced(problem.flags, sums=pairs_only)
         problem = replaced(problem, needs_grad=needs_grad, flags=flags)
     requested = choice_in_force(backend)
     if follows_warn_only(call, problem):

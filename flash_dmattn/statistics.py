@@ -351,7 +351,7 @@ def _rows_of(call: PreparedCall, x: Tensor) -> Tensor:
 def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor) -> Tensor:
     """Return the gradient of the bias of a call if lse has the gradient `weights`."""
     dout = call.q.new_zeros(*call.q.shape[:-1], 1)
-    rows = (_rows_of(call, lse), dout, _rows_of(call, weights).contiguous())
+    rows = (_rows_of(call, lse), dout, _rows_of(call, weights))
     dbias = differentiate_call(call, backend, *rows, NeedsGrad(bias=True))[3]
     assert dbias is not None
     return dbias

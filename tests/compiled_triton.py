@@ -140,7 +140,7 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
-        flags = flags._replace(max_scores=self.aux, entropy=self.aux, key_sums=self.key_sums)
+        flags = flags._replace(max_scores=self.aux, entropy=self.aux, sums=self.key_sums)
         v = column(k) if self.key_sums else v
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
@@ -159,7 +159,7 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse, rows = lse_of(q, bias), lse_of(q, None)
-    if call.flags.key_sums:
+    if call.flags.sums:
         needs_grad, out, lse, dout = NeedsGrad(v=True), column(q), rows, column(q)
     asked, sent = (rows,) * (call.flags.max_scores + call.flags.entropy), SentEntropy()
     dlse = None
@@ -167,7 +167,7 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
         dlse, sent = rows, SentEntropy(rows, None)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, None, key)
-        if not call.flags.key_sums:
+        if not call.flags.sums:
             forward_plan(call)(x, out, lse, *asked)
         backward_plan(call, dout, dlse, needs_grad)(Saved(x, out, lse), dout, dlse, sent)
 
@@ -245,7 +245,7 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p, key_sums=self.key_sums, sequences=spec)
+        flags = flags._replace(dropout_p=self.dropout_p, sums=self.key_sums, sequences=spec)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         v = column(k) if self.key_sums else torch.empty_like(k)
         call = SequenceCall(q, k, v, mask, bias, flags, sink, self.view())

@@ -50,7 +50,7 @@ def forward_plan(call: Call) -> Callable[..., None]:
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `backward`."""
     flags = call.flags
-    if flags.key_sums:
+    if flags.sums:
         return plan_key_sums(call, dout)
     if isinstance(call, plan_sequences.SequenceCall):
         plan = plan_sequences.plan_backward(call, dout, dlse, needs_grad)
