@@ -3,9 +3,9 @@
 `key_sums` is the probability that each key receives: the measure by which SnapKV and H2O evict keys. `list_sums` is the
 probability of each listed key, summed over heads: the teacher of a selector. `selector_loss` compares the two.
 
-Both sums are gradients of a call whose values are zeros. Where out has the gradient w, the gradient of v sums p * w over
-queries. Where lse has the gradient w, and out has none, the gradient of a score is p * w, and the gradient of a value
-for an entry of a list sums these over heads. So the backward passes of all backends compute both.
+Both sums are gradients of a call whose values are zeros. Where out has the gradient w, the gradient of v sums p * w
+over queries. Where lse has the gradient w, and out has none, the gradient of a score is p * w, and the gradient of a
+value for an entry of a list sums these over heads. So the backward passes of all backends compute both.
 """
 
 from __future__ import annotations

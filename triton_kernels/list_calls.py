@@ -210,7 +210,8 @@ class ListCall:
         """Make the launch of a kernel: its arguments are taken by name from `values`, the tile and `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         rest = by_name(kernel, {**self.values, **sizes}, **constants)
-        return Launch(kernel, programs, rest, {"num_warps": tile.num_warps})
+        bound = {"maxnreg": tile.registers} if tile.registers else {}
+        return Launch(kernel, programs, rest, {"num_warps": tile.num_warps, **bound})
 
     def _strides(self, x: Tensor, repeat: int) -> BiasStrides:
         strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
@@ -414,7 +415,8 @@ def plan_list_backward(
     chunks = _chunks_of(call, keep)
     few_keys = call.has_few_keys(queries.block_n)
     by_pairs = call.has_wide_heads and not few_keys
-    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel, unless dout is 0.
+    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel, unless dout is
+    # zeros.
     has_masses = needs.values and call.flags.keys_each > 1 and not few_keys and not without_dout
     makes_values = _plan_value_gradient(call, parts, has_masses)
     constants: dict[str, Any] = {
@@ -436,6 +438,8 @@ def plan_list_backward(
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **constants)
     if by_pairs:
         pairs = tiles.get("pairs") or call.tile("pairs")
+        if without_dout and pairs.block_m == 128 and pairs.num_warps == 8:
+            pairs = pairs._replace(num_stages=3, registers=128)  # without dp an SM has room for two programs
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
         tiles_n = ceil_div(places, pairs.block_n)
         launch_pairs = call.launch(
@@ -450,8 +454,8 @@ def plan_list_backward(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
             by_name(
                 delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=constants["dlse_strides"],
-                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=without_dout, SEQUENCES=NO_SEQUENCES.value,
-                SEARCH=False,
+                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=without_dout,
+                SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
             ),
         )  # fmt: skip
     if by_inverse:

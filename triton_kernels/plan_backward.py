@@ -25,7 +25,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, P_SUM, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
-from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, padded_dim, read_of, row_strides
+from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
@@ -214,7 +214,8 @@ def plan_keys(
     per_key = dbias_kind in (KEY_SUM.value, P_SUM.value)
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
-    read_by_head = (bias if (per_key and not sums_p) or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
+    summed_bias = bias if dbias_kind == KEY_SUM.value or has_ends else None
+    read_by_head = (summed_bias, call.mask.tensors[0] if has_key_mask else None)
     by_query_head = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in read_by_head)
     by_query_head = by_query_head and owners is None
     owners = owners or (shape.num_heads if by_query_head else num_heads_k)
