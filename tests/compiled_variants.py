@@ -143,4 +143,5 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed, tree": {"head_dim": 64, "batch": 16, "mask": "tree"},
     "64 pages of 128": {"head_dim": 64, **PAGED, "page_size": 128, "is_causal": True},
     "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
+    "128 packed, sums": {"head_dim": 128, "batch": 16, "is_causal": True, "key_sums": True},
 }

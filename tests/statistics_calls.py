@@ -27,7 +27,7 @@ from flash_dmattn.biases import ListBias
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 
-TRITON_CALLS = 30
+TRITON_CALLS = (*range(28), 60)  # the last one has no keys
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def on_triton() -> int:
     many = ({"number": 1}, {"number": 2, "block_q": 3}, {"number": 3, "block_k": 16}, {"number": 4, "dim": 264})
     checks += [partial(check_lists, torch.float16, places=36, **sizes) for sizes in many]
     checks += [partial(check_lists_of_keys, torch.float16)]
-    for number in range(TRITON_CALLS):
+    for number in TRITON_CALLS:
         dtype = (torch.float32, torch.float16)[number % 2]
         shared: dict[str, Any] = {"backend": "triton", "dtype": dtype}
         keys = {"heads": "kq"[number // 2 % 2], "has_weights": number % 3 > 0, "device": DEVICE}

@@ -134,7 +134,7 @@ def plan_key_sums(call: Call, dout: Tensor) -> Callable[..., Gradients]:
         sums = keys_of(read, mask, sink if has_few_keys else None, bounds, dropout, None)[2]
         assert sums is not None
         sums = sums * dout[0, 0, 0] if is_factor else sums
-        dv = sums.view(sums.shape[0], num_heads_k, -1, sums.shape[2])
+        dv = sums.unflatten(1, (num_heads_k, sums.shape[1] // num_heads_k))
         if dv.shape[2] != columns:  # each head has a mask of its own
             dv = dv.sum(2, keepdim=True)
         return None, None, dv.permute(0, 3, 1, 2).to(v.dtype, memory_format=torch.contiguous_format), None, None
