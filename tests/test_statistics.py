@@ -118,6 +118,16 @@ def test_list_sums_of_random_calls() -> None:
         judge(got, exact, plain, exact, lse, inputs.q, str(case))
 
 
+def test_lists_of_latent_heads_run_on_triton() -> None:
+    """Both the call and its teacher, whose values are one column."""
+    q, k = (torch.empty(1, 6, heads, 576, dtype=torch.bfloat16) for heads in (16, 1))
+    lists = PreparedMask.from_lists(torch.zeros(6, 4, dtype=torch.long), seqlen_k=6)
+    for width in (512, 1):
+        v = k[..., :width].clone().requires_grad_()
+        explained = flash_dmattn.explain(q, k, v, lists, device="sm_90")
+        assert (explained.forward, explained.backward) == ("triton", "triton")
+
+
 def test_list_sums_add_up_to_the_heads_of_a_list() -> None:
     q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 2, 8)
     index = torch.rand(2, 2, 6, 9).argsort(-1)[..., :4]
