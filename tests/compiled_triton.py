@@ -151,7 +151,7 @@ class Variant:
 def run_plans(call: Call, launch: Callable[..., None]) -> None:
     """Run both passes of a call with every gradient asked for, with another function in the place of each launch.
 
-    Of sums of p there is only the backward pass.
+    Sums of p have only the backward pass.
     """
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None

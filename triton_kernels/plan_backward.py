@@ -112,10 +112,10 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 
 
 def plan_key_sums(call: Call, dout: Tensor) -> Callable[..., Gradients]:
-    """Plan the gradient of v of a call with `Flags.sums`: run(saved, dout, dlse, sent), of which only dout counts.
+    """Plan the gradient of v of a call with `Flags.sums`: run(saved, dout, dlse, sent); dlse and `sent` do not count.
 
     The weights of queries take the place of dlse, so that minus delta is the weight of a row that has keys. One weight
-    of all queries is a factor of the sums, and the kernel reads none.
+    of all queries is a factor of the sums, and the kernel reads no weights.
     """
     columns, num_heads_k, has_few_keys = call.shape.head_dim_v, call.num_heads_k, call.has_few_keys
     is_factor = not any(dout.stride()[:3]) and columns == 1
