@@ -223,7 +223,8 @@ def plan_keys(
     entries = shape.batch if is_dense else 1
     blocks, grid_tiles = triton.cdiv(shape.seqlen_q, tile.block_m), tiles
     if is_dense:
-        grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, call.num_sms)
+        # Sums of p run two programs to an SM, and a part of them is one number for each key.
+        grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, (4 if sums_p else 1) * call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     width = 1 if sums_p else shape.head_dim + shape.head_dim_v
     small = num_parts * width * 4 <= MAX_PARTS_BYTES
