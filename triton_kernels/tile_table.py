@@ -59,7 +59,7 @@ _SM90 = {
 # The kernel of dk and dv where it only sums p of each key, so that its programs hold no sums of a head dim. Chosen by
 # register spills and bounds, and not timed: docs/notes/statistics.md.
 _SM90_SUMS = {128: Tile(64, 256, 8, 2, registers=128), 256: Tile(64, 256, 8, 2), 512: Tile(64, 128, 8, 1)}
-_SM90_SUMS_TILES = {128: Tile(64, 128, 4, 2, registers=168), 256: Tile(64, 128, 8, 2), 512: Tile(64, 128, 8, 1)}
+_SM90_SUMS_TILES = {128: Tile(64, 128, 4, 2, registers=168), 256: Tile(64, 128, 8, 2)}
 _SUMS_WIDE, _GFX_SUMS_WIDE = Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)  # 80 and 64 KB
 # With a bias of one value per score.
 _SM90_BIAS = {
@@ -419,7 +419,7 @@ def tile_of(
     """
     if kernel == "sums":
         if arch == "sm_90" and dtype != torch.float32:
-            if mask == TILES.value:
+            if mask == TILES.value and block_d <= 256:
                 return _row(_SM90_SUMS_TILES, block_d)
             gathers = mask == KEYS.value and bias not in READ_BY_SCORE
             if block_d > 256 or ((gathers or mask == BAND.value) and bias != BANDED.value):
