@@ -96,13 +96,14 @@ def test_a_call_of_attention_leaves_no_plan_for_sums() -> None:
     torch.testing.assert_close(statistics.key_sums(q, k, lse).sum(), torch.tensor(10.0))
 
 
-@pytest.mark.parametrize("bias", (None, torch.zeros(1, 1, 1, 1)))
-def test_sums_of_many_rows_in_float16(bias: Tensor | None) -> None:
+@pytest.mark.parametrize("has_lists", (False, True))
+def test_sums_of_many_rows_in_float16(has_lists: bool) -> None:
     """One key gets 70000, which float16 does not hold."""
     q, k = torch.zeros(1, 35000, 2, 8, dtype=torch.float16), torch.zeros(1, 1, 1, 8, dtype=torch.float16)
     lse = torch.zeros(1, 2, 35000)
+    mask = PreparedMask.from_lists(torch.zeros(35000, 1, dtype=torch.long), seqlen_k=1) if has_lists else None
     for heads, wanted in (("k", [70000.0]), ("q", [35000.0, 35000.0])):
-        sums = statistics.key_sums(q, k, lse, None, bias, heads=heads)  # type: ignore[arg-type]
+        sums = statistics.key_sums(q, k, lse, mask, heads=heads)  # type: ignore[arg-type]
         torch.testing.assert_close(sums.flatten(), torch.tensor(wanted), rtol=2**-11, atol=0.0)
 
 
