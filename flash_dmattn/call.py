@@ -176,8 +176,8 @@ def differentiate_call(
 ) -> Gradients:
     """Return gradients of a call whose values are zeros from its lse, without its forward pass.
 
-    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. Autograd does not record
-    the gradients.
+    dout is shaped as out, and dlse as lse; all have the batch dims and the layout of `call`. They are as `Flags.sums`
+    needs them. The gradient of v has the dtype of dout. Autograd does not record the gradients.
     """
     follow_checkpoints()
     with torch.no_grad():
@@ -191,7 +191,8 @@ def differentiate_call(
         if plan.falls_back:
             report_fallback(plan.described)
         inputs = Inputs(call.q, call.k, call.v, view_for(call, plan, mask, bias), bias, call.sink, call.sequences)
-        kept = (torch.zeros_like(dout), lse, inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sink, *inputs.others)
+        v = inputs.v.to(dout.dtype)  # in fp32 also for calls in 16 bits, where dout is
+        kept = (torch.zeros_like(dout), lse, inputs.q, inputs.k, v, inputs.bias, inputs.sink, *inputs.others)
         return differentiate(plan, dout, dlse, *kept)
 
 
@@ -231,7 +232,8 @@ def plan_for(
         refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, mask, bias = describe(call)
     if needs_grad is not None:
-        problem = replaced(problem, needs_grad=needs_grad)
+        flags = replaced(problem.flags, sums=pairs_only)
+        problem = replaced(problem, needs_grad=needs_grad, flags=flags)
     requested = choice_in_force(backend)
     if follows_warn_only(call, problem):
         problem = without_order(problem, requested)

@@ -3,9 +3,9 @@
 `key_sums` is the probability that each key receives: the measure by which SnapKV and H2O evict keys. `list_sums` is the
 probability of each listed key, summed over heads: the teacher of a selector. `selector_loss` compares the two.
 
-Both sums are gradients of a call whose values are zeros. Where lse has the gradient w, and out has none, the gradient
-of a score is p * w. The gradient of a bias of one value per key sums these over queries. The gradient of a value for an
-entry of a list sums them over heads. So the backward passes of all backends compute both.
+Both sums are gradients of a call whose values are zeros. Where out has the gradient w, the gradient of v sums p * w
+over queries. Where lse has the gradient w, and out has none, the gradient of a score is p * w, and the gradient of a
+value for an entry of a list sums these over heads. So the backward passes of all backends compute both.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def key_sums(
         padded ones. For keys in pages, which are copied, it is (S, H, n) by position, with n the least of max_seqlen_k
         and the slots of a row of the block table.
 
-        In 16 bits, with a bias or lists, weights and sums are rounded to the dtype of q, so in float16 a weight has to
-        be below 65504.
+        In 16 bits with lists, weights and sums are rounded to the dtype of q, so in float16 a weight has to be below
+        65504.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -109,18 +109,12 @@ def key_sums(
     flags: _Flags = (is_causal, softmax_scale, softcap, window_size, deterministic)
     num_heads, num_heads_k = q.shape[-2], k.shape[-2]
     shape = (*k.shape[:-3], num_heads if heads == "q" else num_heads_k, k.shape[-3])
-    if bias is None and getattr(mask, "form", None) != "lists":
-        # A bias of zeros, whose gradient is summed in fp32.
-        zeros = torch.zeros(*shape[:-1], 1, shape[-1], dtype=lse.dtype, device=k.device)
-        call = _prepare(q, k, mask, zeros, sink, sequences, flags)
-        sums = _differentiate(call, backend, lse, weights)
-    else:
-        # The gradient of v needs no additional bias. It has a column for each head of a group, so that heads stay
-        # separate.
-        columns = num_heads // max(num_heads_k, 1) if heads == "q" else 1
-        call = _prepare(q, k, mask, bias, sink, sequences, flags, columns)
-        sums = _weighted_columns(call, backend, lse, weights, columns)
-    sums = sums.reshape(shape)
+    # A column of v for each head of a group, so that heads stay separate.
+    columns = num_heads // max(num_heads_k, 1) if heads == "q" else 1
+    call = _prepare(q, k, mask, bias, sink, sequences, flags, columns)
+    # The kernels of lists take dout in the dtype of q.
+    dtype = q.dtype if getattr(mask, "form", None) == "lists" else lse.dtype
+    sums = _weighted_columns(call, backend, lse, weights, columns, dtype).reshape(shape)
     if pages and q.dim() == 3:
         assert sequences is not None and sequences.max_seqlen_k is not None
         return sums.view(shape[0], sequences.number, sequences.max_seqlen_k).transpose(0, 1)
@@ -315,7 +309,7 @@ def _check_rows(q: Any, k: Any, lse: Tensor, weights: Tensor | None) -> tuple[Te
         )
     lse = lse.detach()
     if weights is None:
-        return lse, torch.ones_like(lse)
+        return lse, lse.new_ones(()).expand(lse.shape)
     # A row without keys does not count, even if its weight is NaN, as exp(-inf - -inf) is.
     return lse, weights.detach().to(dtype).masked_fill(lse == -torch.inf, 0.0)
 
@@ -351,7 +345,7 @@ def _prepare(
 def _rows_of(call: PreparedCall, x: Tensor) -> Tensor:
     """Fold the batch dims of a tensor with a value for each query and head, as in the call."""
     *batch, rows, num_heads, _ = call.q.shape
-    return x.reshape(*batch, num_heads, rows).contiguous()
+    return x.reshape(*batch, num_heads, rows)
 
 
 def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor) -> Tensor:
@@ -363,21 +357,24 @@ def _differentiate(call: PreparedCall, backend: BackendChoice, lse: Tensor, weig
     return dbias
 
 
-def _weighted_columns(call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor, columns: int) -> Tensor:
-    """Return the gradient of v if out has the gradient `weights`, (..., Hk, columns, Lk).
+def _weighted_columns(
+    call: PreparedCall, backend: BackendChoice, lse: Tensor, weights: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of v if out has the gradient `weights` in a dtype, (..., Hk, columns, Lk).
 
     Column h has the weights of head h of a group, or one column has the weights of all heads of a group.
     """
     rows, num_heads = call.q.shape[-3:-1]
-    dtype, scale = call.q.dtype, 1.0
+    scale = 1.0
     if dtype == torch.float16:
         added = max(1, rows * (num_heads // call.k.shape[-2] // columns))
         scale = 2.0 ** max(0, math.ceil(math.log2(added)) - _LOG2_OF_MOST_ROWS)
-    dout = (_rows_of(call, weights) / scale).to(dtype).mT.unsqueeze(-1)
+        weights = weights / scale
+    dout = _rows_of(call, weights).to(dtype).mT.unsqueeze(-1)
     if columns > 1:
         one_hot = torch.eye(columns, dtype=dtype, device=dout.device)
         dout = dout * one_hot.repeat(num_heads // columns, 1)
-    dv = differentiate_call(call, backend, _rows_of(call, lse), dout.contiguous(), None, NeedsGrad(v=True))[2]
+    dv = differentiate_call(call, backend, _rows_of(call, lse), dout, None, NeedsGrad(v=True))[2]
     assert dv is not None
     return dv.to(lse.dtype).movedim(-3, -1) * scale
 

@@ -87,7 +87,7 @@ class Variant:
     heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
     outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
-    only_bias: bool = False  # whether no other input needs a gradient
+    key_sums: bool = False  # whether p is summed, instead of both passes
     aux: bool = False  # whether largest scores and entropies are asked for, and entropies have a gradient
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -140,29 +140,41 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
-        flags = flags._replace(max_scores=self.aux, entropy=self.aux)
+        flags = flags._replace(max_scores=self.aux, entropy=self.aux, sums=self.key_sums)
+        v = column(k) if self.key_sums else v
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first, call.allows_tf32 = arch, 132, self.heads_first, self.tf32
         return call
 
 
-def run_plans(call: Call, launch: Callable[..., None], only_bias: bool = False) -> None:
-    """Run both passes of a call with every gradient asked for, with another function in the place of each launch."""
+def run_plans(call: Call, launch: Callable[..., None]) -> None:
+    """Run both passes of a call with every gradient asked for, with another function in the place of each launch.
+
+    Sums of p have only the backward pass.
+    """
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
     key = key_of(call)
-    needs_grad = NeedsGrad(bias=True) if only_bias else NeedsGrad(True, True, True, True, call.has_sink)
+    needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse, rows = lse_of(q, bias), lse_of(q, None)
+    if call.flags.sums:
+        needs_grad, out, lse, dout = NeedsGrad(v=True), column(q), rows, column(q)
     asked, sent = (rows,) * (call.flags.max_scores + call.flags.entropy), SentEntropy()
     dlse = None
     if call.flags.entropy:
         dlse, sent = rows, SentEntropy(rows, None)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, None, key)
-        forward_plan(call)(x, out, lse, *asked)
+        if not call.flags.sums:
+            forward_plan(call)(x, out, lse, *asked)
         backward_plan(call, dout, dlse, needs_grad)(Saved(x, out, lse), dout, dlse, sent)
+
+
+def column(x: Tensor) -> Tensor:
+    """A number in fp32 for each row of (B, L, H, D): the values of sums of p, or the weights of queries."""
+    return torch.empty(*x.shape[:3], 1, dtype=torch.float32, device=x.device)
 
 
 def lse_of(q: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,9 +245,10 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec)
+        flags = flags._replace(dropout_p=self.dropout_p, sums=self.key_sums, sequences=spec)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
-        call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
+        v = column(k) if self.key_sums else torch.empty_like(k)
+        call = SequenceCall(q, k, v, mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132
         return call
 
@@ -256,6 +269,10 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     out, lse = torch.empty_like(q), lse_of(q, bias)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, sequences, key)
+        if variant.key_sums:
+            saved, dout = Saved(x, column(q), lse_of(q, None)), column(q)
+            backward_plan(call, dout, None, NeedsGrad(v=True))(saved, dout, None)
+            return
         forward_plan(call)(x, out, lse)
         if sequences.block_table is None and mask.form != "tree":
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
@@ -338,7 +355,7 @@ def jobs_of(variant: Variant, arch: str) -> list[Job]:
     if isinstance(variant, SequenceVariant):
         run_sequence_plans(variant, arch, record)
     else:
-        run_plans(variant.call(arch), record, variant.only_bias)
+        run_plans(variant.call(arch), record)
     return jobs
 
 

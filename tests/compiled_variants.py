@@ -60,7 +60,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"96 {form}": {"head_dim": 96, **FORMS[form]} for form in ("plain", "full", "tiles, per key")},
     "128 grouped": {"head_dim": 128, "num_heads_k": 4, "is_causal": True},
     "128 softcap": {"head_dim": 128, "softcap": 20.0},
-    **{f"{d} sums": {"head_dim": d, "bias": ("B", "Hk", "1", "Lk"), "only_bias": True} for d in (128, 256)},
+    # Sums of p of each key.
+    **{f"{d} sums": {"head_dim": d, "is_causal": True, "key_sums": True} for d in (64, 128, 256, 512)},
+    "256 sums, tiles": {"head_dim": 256, "mask": "tiles", "key_sums": True},
+    **{f"128 sums, {form}": {"head_dim": 128, **FORMS[form], "key_sums": True} for form in ("full", "tiles", "keys")},
     "64 fp16, fp32 bias": {"head_dim": 64, "dtype": torch.float16, "bias": FULL, "bias_dtype": torch.float32},
     # Few queries: keys in shares. Few keys: queries in shares.
     "128 one query": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536},
@@ -141,4 +144,5 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed, tree": {"head_dim": 64, "batch": 16, "mask": "tree"},
     "64 pages of 128": {"head_dim": 64, **PAGED, "page_size": 128, "is_causal": True},
     "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
+    "128 packed, sums": {"head_dim": 128, "batch": 16, "is_causal": True, "key_sums": True},
 }

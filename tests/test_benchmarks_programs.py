@@ -14,7 +14,7 @@ from benchmark_systems import CPU
 from torch import Tensor
 
 import flash_dmattn
-from benchmarks import builds, cli, long_context, packed, positions, proteins, serving, steps, timing
+from benchmarks import builds, cli, long_context, packed, positions, proteins, serving, statistics, steps, timing
 from benchmarks.floors import Rates
 from benchmarks.peak_memory import MIB, peaks
 from flash_dmattn.masks import PreparedMask
@@ -212,6 +212,18 @@ def test_protein_modules_train_alike_in_fp32(
     assert proteins.main([*arguments, "--modules", "boltz tokens"]) == 1
     assert "WRONG" in capsys.readouterr().out
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_numbers_about_probabilities_are_compared_with_fp64(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--quick", "--device", "cpu", "--only"]
+    for word, lines in (("passes 64 True", 6), ("sums (1, 512, 16", 4), ("teacher", 2)):
+        assert statistics.main([*arguments, word]) == 0
+        assert capsys.readouterr().out.count("\n") == 3 + lines
+    exact = statistics.statistics.list_sums
+    monkeypatch.setattr(statistics.statistics, "list_sums", lambda *x: 1.01 * exact(*x))
+    assert statistics.main([*arguments, "teacher"]) == 1
 
 
 def test_positions_are_compared_with_fp64(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

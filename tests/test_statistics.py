@@ -5,161 +5,42 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import draws
 import pytest
-import sequence_calls
 import torch
 import torch.nn.functional as F
-from accuracy import Results, failures_of, probabilities, with_rounding
-from cases import DEVICE, MEANS, SIGNS, STEPS, Case, Inputs
+from cases import DEVICE, Case
 from conftest import needs_triton
 from forked import interpret
-from statistics_calls import exact_list_sums, listed, plain_list_sums
+from statistics_calls import (
+    TRITON_CALLS,
+    check_key_sums,
+    check_sequences,
+    exact_list_sums,
+    judge,
+    listed,
+    plain_list_sums,
+)
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import BackendUnsupportedError, Sequences, attention, biases, statistics
 from flash_dmattn.masks import IndexScores, PreparedMask
-from flash_dmattn.reference import yardstick
 
 CALLS, LIST_CALLS, SEQUENCE_CALLS = 70, 60, 50
-
-
-def judge(
-    got: Tensor,
-    exact: Tensor,
-    plain: Tensor,
-    sizes: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    told: str,
-    variance: Tensor | None = None,
-) -> None:
-    """The rule of `accuracy.py` for one result.
-
-    `sizes` has every term by its size; `variance` is what rounding of terms to the dtype of q leaves.
-    """
-    results: tuple[Results, ...] = ({"dsums": got}, {"dsums": exact, "lse": lse}, {"dsums": plain})
-    like = {"out": q, "dsums": torch.empty(exact.shape, dtype=lse.dtype)}
-    spread = None if variance is None else {"dsums": with_rounding(variance, exact, q.dtype)}
-    failures = failures_of(*results, like, told, sizes={"dsums": sizes}, spread=spread)
-    assert not failures, f"{told}\n  " + "\n  ".join(failures.values())
-
-
-def summed(p: Tensor, weights: Tensor, heads: str) -> Tensor:
-    """Sums of p (B, Hk, G, Lq, Lk) over queries, (B, Hk or Hq, Lk)."""
-    sums = (p * weights.unflatten(1, p.shape[1:3]).unsqueeze(-1)).sum(3)
-    return sums.sum(2) if heads == "k" else sums.flatten(1, 2)
-
-
-def rounding(p: Tensor, weights: Tensor, heads: str, dtype: torch.dtype) -> Tensor | None:
-    """The variance that rounding of weights and of p leaves in a gradient of v; None where that has 32 bits."""
-    if dtype.itemsize > 2:
-        return None
-    return summed(p.square(), weights.double().square(), heads) * torch.finfo(dtype).eps ** 2 / 8
-
-
-def in_plain_pytorch(case: Case, x: Inputs, weights: Tensor, heads: str) -> Tensor:
-    """The sums by the gradient formula of plain PyTorch: of a bias of zeros, or of v, rounded as v is."""
-    num_heads, num_heads_k = x.q.shape[2], x.k.shape[2]
-    columns = num_heads // num_heads_k if heads == "q" else 1
-    x = case.in_formula(x)
-    v = x.k.new_zeros(*x.k.shape[:3], columns)
-    shared = {**case.flags(), "sink": x.sink}
-    if x.bias is None:
-        own = num_heads if heads == "q" else num_heads_k
-        zeros = torch.zeros(x.q.shape[0], own, 1, x.k.shape[1], dtype=weights.dtype)
-        dout = x.q.new_zeros(*x.q.shape[:3], columns)
-        return yardstick.gradients(dout, weights, x.q, x.k, v, x.mask, zeros, **shared)[3].squeeze(2)
-    column = torch.arange(num_heads) % columns
-    dout = weights.mT.to(x.q.dtype).unsqueeze(-1) * F.one_hot(column, columns).to(x.q.dtype)
-    dv = yardstick.gradients(dout, None, x.q, x.k, v, x.mask, x.bias, **shared)[2]
-    return dv.movedim(1, 3).flatten(1, 2)
-
-
-def drawn_call(number: int) -> tuple[Case, Inputs, Inputs]:
-    """A random call without dropout, its tensors, and how they lie in memory; the mask may be prepared."""
-    drawn = draws.draw_small(number)
-    data = drawn.case.data if drawn.case.data in (*MEANS, *SIGNS, *STEPS) else "centred"
-    kind = drawn.case.bias_kind if drawn.case.bias_kind != "min" else "inf"  # no lse in fp32 can tell such scores apart
-    case = drawn.case.with_(dropout_p=0.0, data=data, bias_kind=kind)
-    inputs = case.build("cpu")
-    return case, inputs, draws.placed(drawn._replace(case=case), inputs)
 
 
 @pytest.mark.parametrize("heads", ("k", "q"))
 def test_key_sums_of_random_calls(heads: Any) -> None:
     for number in range(CALLS):
-        case, inputs, placed = drawn_call(number)
-        random_weights = torch.Generator().manual_seed(number)
-        weights = torch.randn(case.batch, case.seqlen_q, case.num_heads, generator=random_weights).mT
-        shared: dict[str, Any] = {**case.flags(), "sink": placed.sink}
-        if isinstance(placed.mask, PreparedMask):  # which brings its own band
-            shared.update(is_causal=False, window_size=None)
-        bias = case.passed(placed.bias)
-        q, k, mask = placed.q, placed.k, placed.mask
-        _, lse = attention(q, k, k[..., :1], mask, bias, return_lse=True, **shared)
-        got = statistics.key_sums(q, k, lse, mask, bias, weights=weights, heads=heads, **shared)
-        x = case.in_formula(inputs.to(torch.float64))
-        p, _ = probabilities(x, case.flags())
-        weights = weights.to(lse.dtype)
-        exact, sizes = (summed(p, w.double(), heads) for w in (weights, weights.abs()))
-        plain = in_plain_pytorch(case, inputs, weights, heads)
-        variance = None if bias is None else rounding(p, weights, heads, case.dtype)
-        judge(got, exact, plain, sizes, lse, q, f"{case.repro()}, {heads}", variance)
+        check_key_sums(number, heads)
 
 
 def test_key_sums_of_sequences_in_every_layout() -> None:
-    layouts = set()
-    for number in range(SEQUENCE_CALLS):
-        call = sequence_calls.draw(number)
-        if call.data in sequence_calls.GREAT or "seen" in call.data:
-            continue
-        flags = {name: x for name, x in call.flags.items() if name != "dropout_p"}
-        call = replace(call, flags=flags, needs_grad=(), dlse=None)
-        layouts.add(call.sequences.layout)
-        shared = {**flags, "sink": call.sink, "sequences": call.sequences}
-        # Rows of no sequence have NaN, and so has what no pair reads.
-        spoiled = sequence_calls.spoiled(call, scores=call.sequences.block_table is None)
-        tensors = (spoiled.q, spoiled.k)
-        _, lse = attention(*tensors, spoiled.v, spoiled.mask, spoiled.bias, return_lse=True, **shared)
-        weights = torch.randn(lse.shape, generator=torch.Generator().manual_seed(number)).to(lse)
-        heads: Any = "kq"[number % 2]
-        got = statistics.key_sums(*tensors, lse, spoiled.mask, spoiled.bias, weights=weights, heads=heads, **shared)
-        shape = (call.k.shape[-2] if heads == "k" else call.q.shape[-2], call.k.shape[-3])
-        if not call.packs_keys:
-            most = call.sequences.max_seqlen_k if call.sequences.block_table is not None else shape[1]
-            shape = (call.sequences.number, shape[0], most)
-        exact, plain, sizes = expected_of_sequences(call, weights, heads, shape)
-        judge(got, exact, plain, sizes, lse, call.q, call.told)
-    assert layouts == {"packed", "padded", "paged", "paged_packed"}
-
-
-def expected_of_sequences(
-    call: sequence_calls.SequenceCall, weights: Tensor, heads: str, shape: tuple[int, ...]
-) -> tuple[Tensor, ...]:
-    """The sums in fp64, in the dtype of the call, and of terms by their size, by one dense call of all tokens."""
-    tokens = sequence_calls.Tokens(call)
-    rows = (weights if call.packs_queries else weights.transpose(0, 1).flatten(1))[None]
-    rows = rows.masked_fill((tokens.q[:, 0] < 0).to(rows.device), 0.0)
-    made = []
-    numbers = {name: call.flags[name] for name in ("softcap", "softmax_scale")}
-    for dtype, w in ((torch.float64, rows.double()), (call.q.dtype, rows), (torch.float64, rows.abs().double())):
-        own = call.to(dtype)
-        leaves = {name: getattr(own, name) for name in sequence_calls.LEAVES}
-        p, _ = probabilities(sequence_calls._dense(own, tokens, leaves), numbers)
-        sums = summed(p, w.to(p.dtype), heads)[0]
-        total = sums.new_zeros(shape)
-        if call.packs_keys:
-            total[:, tokens.k_at] = sums
-        else:
-            total.transpose(0, 1)[:, tokens.k[:, 0], tokens.k[:, 1]] = sums
-        made.append(total)
-    return tuple(made)
+    layouts = {check_sequences(number) for number in range(SEQUENCE_CALLS)}
+    assert layouts - {None} == {"packed", "padded", "paged", "paged_packed"}
 
 
 def test_sums_of_keys_add_up() -> None:
@@ -215,13 +96,14 @@ def test_a_call_of_attention_leaves_no_plan_for_sums() -> None:
     torch.testing.assert_close(statistics.key_sums(q, k, lse).sum(), torch.tensor(10.0))
 
 
-@pytest.mark.parametrize("bias", (None, torch.zeros(1, 1, 1, 1)))
-def test_sums_of_many_rows_in_float16(bias: Tensor | None) -> None:
+@pytest.mark.parametrize("has_lists", (False, True))
+def test_sums_of_many_rows_in_float16(has_lists: bool) -> None:
     """One key gets 70000, which float16 does not hold."""
     q, k = torch.zeros(1, 35000, 2, 8, dtype=torch.float16), torch.zeros(1, 1, 1, 8, dtype=torch.float16)
     lse = torch.zeros(1, 2, 35000)
+    mask = PreparedMask.from_lists(torch.zeros(35000, 1, dtype=torch.long), seqlen_k=1) if has_lists else None
     for heads, wanted in (("k", [70000.0]), ("q", [35000.0, 35000.0])):
-        sums = statistics.key_sums(q, k, lse, None, bias, heads=heads)  # type: ignore[arg-type]
+        sums = statistics.key_sums(q, k, lse, mask, heads=heads)  # type: ignore[arg-type]
         torch.testing.assert_close(sums.flatten(), torch.tensor(wanted), rtol=2**-11, atol=0.0)
 
 
@@ -235,6 +117,16 @@ def test_list_sums_of_random_calls() -> None:
         got = statistics.list_sums(inputs.q, inputs.k, lse, mask, bias, weights=weights, **shared)
         exact, plain = exact_list_sums(case, weights), plain_list_sums(case, weights)
         judge(got, exact, plain, exact, lse, inputs.q, str(case))
+
+
+def test_lists_of_latent_heads_run_on_triton() -> None:
+    """Both the call and its teacher, whose values are one column."""
+    q, k = (torch.empty(1, 6, heads, 576, dtype=torch.bfloat16) for heads in (16, 1))
+    lists = PreparedMask.from_lists(torch.zeros(6, 4, dtype=torch.long), seqlen_k=6)
+    for width in (512, 1):
+        v = k[..., :width].clone().requires_grad_()
+        explained = flash_dmattn.explain(q, k, v, lists, device="sm_90")
+        assert (explained.forward, explained.backward) == ("triton", "triton")
 
 
 def test_list_sums_add_up_to_the_heads_of_a_list() -> None:
@@ -375,7 +267,7 @@ def test_on_triton() -> None:
     else:  # CUDA does not begin anew in a forked process
         script = Path(__file__).with_name("statistics_calls.py")
         said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
-    assert "12 passed, 0 failed" in said
+    assert f"{9 + 2 * len(TRITON_CALLS)} passed, 0 failed" in said
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

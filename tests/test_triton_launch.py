@@ -438,7 +438,7 @@ OTHER_FLAGS = {
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",
-    **{name: True for name in ("allows_tf32", "max_scores", "entropy")},
+    **{name: True for name in ("allows_tf32", "max_scores", "entropy", "sums")},
 }
 
 

@@ -6,6 +6,8 @@ Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk
 
 With dropout, dv is computed from the dropped p, and v @ dout^T is dropped like p; ds is computed from p itself.
 
+Under P_SUM it only adds p of each key, times a weight of each query: it reads neither v nor dout.
+
 With ONE_PASS this kernel also computes dq = ds^T @ k of sequences that have all keys in one tile. It has all of ds for
 them, so no product is computed twice.
 """
@@ -19,6 +21,7 @@ from .bias_forms import (
     ENDS,
     KEY_SUM,
     NO_DBIAS,
+    P_SUM,
     ROW_BIAS,
     STORE,
     add_bias,
@@ -141,8 +144,13 @@ def backward_keys_kernel(
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
-    slot = program % grid_tiles
-    head = program // grid_tiles
+    if DBIAS == P_SUM:  # the longest programs of all heads start first
+        heads = tl.num_programs(0) // grid_tiles
+        slot = program // heads
+        head = program % heads
+    else:
+        slot = program % grid_tiles
+        head = program // grid_tiles
     owner = head % owners
     entry = head // owners
     if SEQUENCES != NO_SEQUENCES:
@@ -188,10 +196,11 @@ def backward_keys_kernel(
             k, k_strides, shape.batch, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
             BLOCK_N, BLOCK_D, False, True, True, PAD_D, PRECISION,
         )  # fmt: skip
-        v_pieces = load_pieces(
-            v, v_strides, shape.batch, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-            BLOCK_N, BLOCK_DV, False, True, True, PAD_DV, PRECISION,
-        )  # fmt: skip
+        if DBIAS != P_SUM:
+            v_pieces = load_pieces(
+                v, v_strides, shape.batch, at.b_k, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, False, True, True, PAD_DV, PRECISION,
+            )  # fmt: skip
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         acc_bias = tl.zeros([BLOCK_N], tl.float32)
@@ -266,6 +275,8 @@ def backward_keys_kernel(
                         p, exponents = probabilities(
                             s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
                         )
+                    if DBIAS == P_SUM:
+                        acc_bias += tl.sum(p if delta is None else p * -d[None, :], 1)
                     weights = p
                     if DROPOUT:
                         kept = is_kept(
@@ -273,14 +284,15 @@ def backward_keys_kernel(
                             BLOCK_M, BLOCK_N, MASK == KEYS, 0,
                         )  # fmt: skip
                         weights = tl.where(kept, p, 0.0)
-                    g_pieces = load_pieces(
-                        dout, dout_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q,
-                        dims_v, shape.head_dim_v,
-                        BLOCK_M, BLOCK_DV, DOUT_TMA, WIDE, True, PAD_DV, PRECISION,
-                    )  # fmt: skip
+                    if DBIAS != P_SUM:
+                        g_pieces = load_pieces(
+                            dout, dout_strides, shape.batch, at.b_q, h, first, rows, shape.seqlen_q,
+                            dims_v, shape.head_dim_v,
+                            BLOCK_M, BLOCK_DV, DOUT_TMA, WIDE, True, PAD_DV, PRECISION,
+                        )  # fmt: skip
                     if NEED_V:
                         acc_dv = add_product(acc_dv, weights, g_pieces, PRECISION)
-                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:
+                    if NEED_K or (DBIAS != NO_DBIAS and DBIAS != P_SUM) or ONE_PASS:
                         dp = product_of_rows(v_pieces, g_pieces, PRECISION)
                         if DROPOUT:
                             dp = tl.where(kept, dp * tl.cast(dropout.scale, tl.float32), 0.0)
@@ -344,12 +356,14 @@ def backward_keys_kernel(
             ends = dbias + (head.to(tl.int64) * grid_tiles + slot) * BLOCK_N + tl.arange(0, BLOCK_N)
             tl.store(ends, acc_bias)
             tl.store(ends + tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_last)
-        if DBIAS == KEY_SUM:
+        if DBIAS == KEY_SUM or DBIAS == P_SUM:
             if PARTS:
                 tl.store(dbias + place, acc_bias, mask=stored_keys)
             else:
                 if SEQUENCES == NO_SEQUENCES:
                     sums = dbias + (b * owners + owner) * shape.seqlen_k
+                elif DBIAS == P_SUM:
+                    sums = dbias + (at.b_k * owners + owner) * layout.rows_k + at.first_k
                 else:
                     sums = dbias + (b * (1 - layout.bias_keys) * owners + owner) * layout.dbias_keys
                     sums += at.first_k * layout.bias_keys

@@ -37,12 +37,14 @@ BY_DISTANCE = (DISTANCES.value, CLAMPED.value, BANDED.value)
 
 # The gradient of a bias that `add_gradient` computes: none, sums over the queries of each key, or ds of every head.
 # ENDS: the sums of ds at or past either end of the values of a clamped bias by distance. BY_QUERY: ds of the distances
-# that a bias has values for.
+# that a bias has values for. P_SUM is no gradient of a bias: the sum over queries of p times minus delta, without a
+# product with dout.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
 ENDS: tl.constexpr = tl.constexpr(3)
 BY_QUERY: tl.constexpr = tl.constexpr(4)
+P_SUM: tl.constexpr = tl.constexpr(5)
 
 
 class Distances(NamedTuple):

@@ -18,7 +18,7 @@ from . import plan_sequences
 from .kernel_launch import on_device
 from .kernel_launch import run_on as run_on
 from .plan import MOST_FEW_KEYS, Call
-from .plan_backward import plan_backward
+from .plan_backward import plan_backward, plan_key_sums
 from .plan_forward import plan_forward
 from .plan_sequences import SequenceCall
 from .plan_short import plan_short_backward, plan_short_forward
@@ -50,6 +50,8 @@ def forward_plan(call: Call) -> Callable[..., None]:
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(saved, dout, dlse, sent), `sent` as for `backward`."""
     flags = call.flags
+    if flags.sums:
+        return plan_key_sums(call, dout)
     if isinstance(call, plan_sequences.SequenceCall):
         plan = plan_sequences.plan_backward(call, dout, dlse, needs_grad)
     elif not flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():

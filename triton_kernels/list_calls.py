@@ -57,7 +57,8 @@ class ListFlags(NamedTuple):
     """The sizes of a call. An entry is a block of `keys_each` keys, and a list is for `queries` queries.
 
     Without v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat` and
-    `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
+    `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values. `sums` is as in
+    `Flags`.
     """
 
     scale: float
@@ -72,6 +73,7 @@ class ListFlags(NamedTuple):
     allows_tf32: bool = False
     max_scores: bool = False
     entropy: bool = False
+    sums: bool = False
 
 
 class ListCall:
@@ -178,7 +180,8 @@ class ListCall:
     @property
     def columns(self) -> int:
         """Return the number of columns of the head dims in a step of kernels that loop over head dims."""
-        return min(64, max(16, next_power_of_2(self.shape.head_dim_v)))
+        head_dim = self.shape.head_dim if self.flags.sums else self.shape.head_dim_v
+        return min(64, max(16, next_power_of_2(head_dim)))
 
     @property
     def takes_inverse_lists(self) -> bool:
@@ -207,7 +210,8 @@ class ListCall:
         """Make the launch of a kernel: its arguments are taken by name from `values`, the tile and `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         rest = by_name(kernel, {**self.values, **sizes}, **constants)
-        return Launch(kernel, programs, rest, {"num_warps": tile.num_warps})
+        bound = {"maxnreg": tile.registers} if tile.registers else {}
+        return Launch(kernel, programs, rest, {"num_warps": tile.num_warps, **bound})
 
     def _strides(self, x: Tensor, repeat: int) -> BiasStrides:
         strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
@@ -405,13 +409,15 @@ def plan_list_backward(
         keep = ROWS.value if fits else PAIRS.value
     # Wide heads: shared memory has no room for sums of dq, so a separate kernel computes them from ds.
     has_product = needs.q and call.has_wide_heads
-    if call.has_wide_heads:
+    without_dout = call.flags.sums and not needs.v
+    if call.has_wide_heads and not without_dout:
         keep = PAIRS.value
     chunks = _chunks_of(call, keep)
     few_keys = call.has_few_keys(queries.block_n)
     by_pairs = call.has_wide_heads and not few_keys
-    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel.
-    has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
+    # An entry of a whole block may have nearly all of p. Its gradient is then a sum of ds that cancel, unless dout is
+    # zeros.
+    has_masses = needs.values and call.flags.keys_each > 1 and not few_keys and not without_dout
     makes_values = _plan_value_gradient(call, parts, has_masses)
     constants: dict[str, Any] = {
         "dout_strides": rows_of(dout),
@@ -421,6 +427,7 @@ def plan_list_backward(
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
         "FEW_KEYS": few_keys,
+        "HAS_DOUT": not without_dout,
         "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
         "MASSES": has_masses,
@@ -431,13 +438,15 @@ def plan_list_backward(
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **constants)
     if by_pairs:
         pairs = tiles.get("pairs") or call.tile("pairs")
+        if without_dout and pairs.block_m == 128 and pairs.num_warps == 8:
+            pairs = pairs._replace(num_stages=3, registers=128)  # without dp an SM has room for two programs
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
         tiles_n = ceil_div(places, pairs.block_n)
         launch_pairs = call.launch(
             list_pairs_kernel, programs * member_parts * tiles_n, pairs,
             dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
-            DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
-            MASSES=has_masses, LATENT=call.is_latent or reads_once,
+            DIM_V=0 if without_dout else shape.head_dim_v, PARTS=member_parts, TILES=tiles_n,
+            NEED_VALUES=needs.values, MASSES=has_masses, LATENT=call.is_latent or reads_once, KEEP=keep,
         )  # fmt: skip
         makes_values = _plan_value_gradient(call, member_parts, has_masses)
         block = max(16, min(64, 4096 // call.block_dv))
@@ -445,8 +454,8 @@ def plan_list_backward(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
             by_name(
                 delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=constants["dlse_strides"],
-                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value,
-                SEARCH=False,
+                layout=None, BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=without_dout,
+                SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
             ),
         )  # fmt: skip
     if by_inverse:

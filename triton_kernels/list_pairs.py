@@ -27,6 +27,7 @@ from .list_ops import (
     store_value_gradients,
     values_of,
 )
+from .list_queries import PAIRS
 from .scores import exponents_of_rows, load_entropy_gradient, scaled, score_gradients
 from .sequences import NO_SEQUENCES
 
@@ -84,8 +85,12 @@ def list_pairs_kernel(
     STAGES: tl.constexpr,
     NEED_VALUES: tl.constexpr,
     MASSES: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """Compute BLOCK_N places of one part of the members of a row; see `list_queries_kernel` for what is stored."""
+    """Compute BLOCK_N places of one part of the members of a row; see `list_queries_kernel` for what is stored.
+
+    A DIM_V of 0 stands for a dout of zeros.
+    """
     score_scale = tl.cast(score_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
@@ -168,11 +173,12 @@ def list_pairs_kernel(
                 )  # fmt: skip
     if SOFTCAP:
         ds = ds * slope
-    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    line = program.to(tl.int64) * (GROUP * QUERIES) + member
-    pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
-    at = (line * pitch)[:, None] + place[None, :]
-    # Zeros where there is no key, because later kernels do not mask.
-    inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
-    tl.store(kept_p + at, p.to(kept_p.dtype.element_ty), mask=inside)
-    tl.store(kept_ds + at, ds.to(kept_ds.dtype.element_ty), mask=inside)
+    if KEEP == PAIRS:
+        member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+        line = program.to(tl.int64) * (GROUP * QUERIES) + member
+        pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
+        at = (line * pitch)[:, None] + place[None, :]
+        # Zeros where there is no key, because later kernels do not mask.
+        inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
+        tl.store(kept_p + at, p.to(kept_p.dtype.element_ty), mask=inside)
+        tl.store(kept_ds + at, ds.to(kept_ds.dtype.element_ty), mask=inside)

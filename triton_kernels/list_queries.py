@@ -106,6 +106,7 @@ def list_queries_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     FEW_KEYS: tl.constexpr,
+    HAS_DOUT: tl.constexpr,
     NEED_Q: tl.constexpr,
     NEED_VALUES: tl.constexpr,
     MASSES: tl.constexpr,
@@ -116,7 +117,7 @@ def list_queries_kernel(
 
     dq (B, Lq, Hq, D) and delta (B, Hq, Lq) are contiguous. dvalues has (PARTS, B, Hk, rows, slots), or (B, Hq, Lq,
     slots) if each member has its values. With MASSES it also has the latter shape, and masses gets the sum of p over
-    the keys of each entry, for `true_sums` in `list_calls.py`.
+    the keys of each entry, for `true_sums` in `list_calls.py`. Without HAS_DOUT, dout is zeros.
     """
     score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -140,7 +141,8 @@ def list_queries_kernel(
     q_rest = q_tile
     if REST > 0:
         q_rest = load_members(q, q_strides, b, rows, h, row_ok, dims_rest, shape.head_dim, PAD_D)
-    g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims_v, shape.head_dim_v, PAD_DV)
+    if HAS_DOUT:
+        g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims_v, shape.head_dim_v, PAD_DV)
 
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
     natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))
@@ -152,7 +154,7 @@ def list_queries_kernel(
         logits = tl.load(sink + h).to(tl.float32)
     g = load_entropy_gradient(dentropy, statistics, row_ok)
     d = tl.zeros([BLOCK_M], tl.float32)
-    if not FEW_KEYS:
+    if HAS_DOUT and not FEW_KEYS:
         o_tile = load_members(out, out_strides, b, rows, h, row_ok, dims_v, shape.head_dim_v, PAD_DV)
         d = tl.sum(o_tile.to(tl.float32) * g_tile.to(tl.float32), 1)
     if HAS_DLSE:
@@ -199,11 +201,14 @@ def list_queries_kernel(
         s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
         p, exponents = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, IS_WIDE)
-        if LATENT:
-            v_tile = k_tile
+        if HAS_DOUT:
+            if LATENT:
+                v_tile = k_tile
+            else:
+                v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
+            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         else:
-            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
-        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         ds, d = score_gradients(p, exponents, dp, d, g, False, 1, FEW_KEYS, NO_SEQUENCES, dentropy is not None)
         if NEED_VALUES:
             if VALUES == OF_ENTRIES and not MASSES:

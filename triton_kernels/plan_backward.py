@@ -23,9 +23,9 @@ from .backward_gather import backward_gather_kernel
 from .backward_keys import backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
-from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, ROW_BIAS, STORE
+from .bias_forms import BANDED, BY_QUERY, CLAMPED, ENDS, KEY_SUM, NO_DBIAS, P_SUM, ROW_BIAS, STORE
 from .kernel_launch import Descriptor, Launch, by_name
-from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, padded_dim, read_of, row_strides
+from .plan import LEAST_TO_PACK, Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_packed import plan_pieces
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
@@ -111,6 +111,42 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     return run
 
 
+def plan_key_sums(call: Call, dout: Tensor) -> Callable[..., Gradients]:
+    """Plan the gradient of v of a call with `Flags.sums`: run(saved, dout, dlse, sent); dlse and `sent` do not count.
+
+    The weights of queries take the place of dlse, so that minus delta is the weight of a row that has keys. One weight
+    of all queries is a factor of the sums, and the kernel reads no weights.
+    """
+    columns, num_heads_k, has_few_keys = call.shape.head_dim_v, call.num_heads_k, call.has_few_keys
+    is_factor = not any(dout.stride()[:3]) and columns == 1
+    call.packed = frozenset(("q", "k") if call.packs_pieces(LEAST_TO_PACK) else ())
+    delta_of = plan_delta(call, dout, None if is_factor else _weights_of(dout), True)
+    keys_of = plan_keys(call, dout, False, False, P_SUM.value, call.shape.num_heads if columns > 1 else None)
+    pack = plan_pieces(call.precision, call.k, call.q) if call.packed else None
+
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, sent: SentEntropy = NOTHING_SENT) -> Gradients:
+        (q, k, v, mask, bias, sink, sequences, dropout), *_ = saved
+        rows = delta_of(saved, dout, None if is_factor else _weights_of(dout))
+        if pack is not None:
+            k, q = pack(k, q)
+        bounds = None if sequences is None else sequences.bounds
+        read = (q, k, v, bias, dout, *rows[:2], None if is_factor else rows[2], None)
+        sums = keys_of(read, mask, sink if has_few_keys else None, bounds, dropout, None)[2]
+        assert sums is not None
+        sums = sums * dout[0, 0, 0] if is_factor else sums
+        dv = sums.unflatten(1, (num_heads_k, sums.shape[1] // num_heads_k))
+        if dv.shape[2] != columns:  # each head has a mask of its own
+            dv = dv.sum(2, keepdim=True)
+        return None, None, dv.permute(0, 3, 1, 2).to(v.dtype, memory_format=torch.contiguous_format), None, None
+
+    return run
+
+
+def _weights_of(dout: Tensor) -> Tensor:
+    """Return the weights (B, Hq, Lq) of queries, each in one column of dout beside zeros."""
+    return (dout[..., 0] if dout.shape[3] == 1 else dout.sum(3)).transpose(1, 2)
+
+
 def plan_delta(
     call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
 ) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
@@ -165,20 +201,21 @@ def plan_keys(
     """Plan dk, dv, and a gradient of the bias, with or without sequences: run(read, mask, sink, bounds, dropout, dq).
 
     The bias has one value per key, per score of every head, or per query and distance of every head. Other biases by
-    distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
+    distance get the sums of their two ends alone, fp32 (B, owners, 2). Under P_SUM the third result are the sums of p,
+    fp32 (B, owners, Lk), with the entries and the rows of k. With `one_pass` the kernel also makes dq. It
     leaves rows of no sequence as they are.
     """
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None
-    only_sums = is_dense and dbias_kind == KEY_SUM.value and not (need_k or need_v)
-    tile = call.tile("sums" if only_sums else "keys")
-    # Sums of probabilities have one column of v. Without dk and dv it needs no padding to the head dim of k.
-    block_dv = padded_dim(shape.head_dim_v) if only_sums else call.block_dv
+    sums_p = dbias_kind == P_SUM.value
+    tile = call.tile("sums" if sums_p else "keys")
     has_key_mask = call.mask_kind == KEYS.value
-    per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
+    stored, has_ends, by_query = (dbias_kind == kind.value for kind in (STORE, ENDS, BY_QUERY))
+    per_key = dbias_kind in (KEY_SUM.value, P_SUM.value)
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
-    read_by_head = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
+    summed_bias = bias if dbias_kind == KEY_SUM.value or has_ends else None
+    read_by_head = (summed_bias, call.mask.tensors[0] if has_key_mask else None)
     by_query_head = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in read_by_head)
     by_query_head = by_query_head and owners is None
     owners = owners or (shape.num_heads if by_query_head else num_heads_k)
@@ -186,20 +223,22 @@ def plan_keys(
     entries = shape.batch if is_dense else 1
     blocks, grid_tiles = triton.cdiv(shape.seqlen_q, tile.block_m), tiles
     if is_dense:
-        grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, call.num_sms)
+        # Sums of p run two programs to an SM, and a part of them is one number for each key.
+        grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, (4 if sums_p else 1) * call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
-    small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
+    width = 1 if sums_p else shape.head_dim + shape.head_dim_v
+    small = num_parts * width * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
     adds_parts = by_query_head or grid_tiles > tiles or (has_key_mask and small)
 
     tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q)
-    dout_tma = tma and call.tma(dout)  # one column of zeros, for sums of probabilities, has no rows of 16 bytes
+    dout_tma = tma and not sums_p and call.tma(dout)
     bias_tma = tma and call.bias_tma()
     descriptors = []
     if tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     if dout_tma:
-        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, block_dv))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     if bias_tma and bias is not None:
         descriptors.append(call.bias_descriptor(3, bias, tile))
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
@@ -215,8 +254,6 @@ def plan_keys(
         mask_strides=call.mask_strides(columns=True),
         owners=owners,
         grid_tiles=grid_tiles,
-        BLOCK_DV=block_dv,
-        PAD_DV=block_dv != shape.head_dim_v,
         TMA=tma,
         DOUT_TMA=dout_tma,
         BIAS_TMA=bias_tma,
@@ -249,7 +286,8 @@ def plan_keys(
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
     zeros = has_key_mask and not adds_parts
-    new_sums, sums_shape = torch.zeros if zeros or not is_dense else torch.empty, call.key_sums_shape(owners)
+    new_sums = torch.zeros if zeros or not is_dense else torch.empty
+    sums_shape = (call.k.shape[0], owners, call.k.shape[1]) if sums_p else call.key_sums_shape(owners)
     new_k, new_v = (new_like(x.shape, x.stride(), zeros) for x in (call.k, call.v))
     new_bias = None
     if bias is not None and (stored or by_query):
@@ -288,7 +326,7 @@ def plan_keys(
         if ends is not None:
             dbias = ends.sum(3).permute(1, 2, 0)
         if sums is not None:
-            dbias = key_gradient(bias, sums, num_heads_k, repeat)
+            dbias = sums if sums_p else key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
 
     return run

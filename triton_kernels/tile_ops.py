@@ -269,13 +269,18 @@ def lse_less(lse, values):
 
 @triton.jit
 def load_low_delta(low_delta, delta, at, row_ok):
-    """Load `low_rows` of `exponents_of_rows`, and delta: pairs of 64 bits, or delta where the former is unknown."""
+    """Load `low_rows` of `exponents_of_rows`, and delta: pairs of 64 bits, or delta where the former is unknown.
+
+    A kernel that needs no delta has None for it.
+    """
     if low_delta is not None:
         pairs = tl.load(low_delta + at, mask=row_ok, other=0)
         low_rows = pairs.to(tl.int32).to(tl.float32, bitcast=True)
         return low_rows, (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    else:
+    elif delta is not None:
         return tl.zeros(at.shape, tl.float32), tl.load(delta + at, mask=row_ok, other=0.0)
+    else:
+        return tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
 
 
 @triton.jit

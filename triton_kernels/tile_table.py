@@ -56,9 +56,11 @@ _SM90 = {
         256: Tile(128, 32, 8, 3),  # d256 1.434; 1.509 for 64x64 at 4 warps
     },
 }
-# The kernel of dk and dv where it only adds p or ds of each key: its programs hold no sums of a head dim.
-# key_sums of 1,16384,16/16, causal: d64 2.08, d128 2.55; 2.10 and 3.41 for 64x64 at 4 warps. d256 4,4096 1.09; 1.12.
-_SM90_SUMS = {128: Tile(128, 128, 8, 3), 256: Tile(64, 128, 4, 3)}
+# The kernel of dk and dv where it only sums p of each key, so that its programs hold no sums of a head dim. Chosen by
+# register spills and bounds, and not timed: docs/notes/statistics.md.
+_SM90_SUMS = {128: Tile(64, 256, 8, 2, registers=128), 256: Tile(64, 256, 8, 2), 512: Tile(64, 128, 8, 1)}
+_SM90_SUMS_TILES = {128: Tile(64, 128, 4, 2, registers=168), 256: Tile(64, 128, 8, 2)}
+_SUMS_WIDE, _GFX_SUMS_WIDE = Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)  # 80 and 64 KB
 # With a bias of one value per score.
 _SM90_BIAS = {
     "forward": {
@@ -406,7 +408,7 @@ def tile_of(
     """Return the tile of a kernel: of a profile, else of the table.
 
     Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 "forward", "biased forward"
-    or "bias". "sums" is "keys" without dk and dv.
+    or "bias". "sums" is "keys" where it only sums p.
 
     Args:
         block_d: the larger of the padded head dims.
@@ -416,8 +418,16 @@ def tile_of(
         stored: whether k and v, and q and dout, were split and stored before.
     """
     if kernel == "sums":
-        if arch == "sm_90" and dtype != torch.float32 and mask == BAND.value and block_d <= 256:
-            return _row(_SM90_SUMS, block_d)
+        if arch == "sm_90" and dtype != torch.float32:
+            if mask == TILES.value and block_d <= 256:
+                return _row(_SM90_SUMS_TILES, block_d)
+            gathers = mask == KEYS.value and bias not in READ_BY_SCORE
+            if block_d > 256 or ((gathers or mask == BAND.value) and bias != BANDED.value):
+                # A bias of one value per score takes the shared memory of a second program, so no bound on registers.
+                wide = bias == TILE_BIAS.value and block_d > 64
+                return _row(_SM90_SUMS, max(block_d, 256) if wide else block_d)
+        elif block_d > 256:
+            return _GFX_SUMS_WIDE if arch.startswith("gfx") else _SUMS_WIDE
         kernel = "keys"
     if runs_on_pieces(precision):
         if kernel == "forward" and arch != "sm_90":

@@ -131,6 +131,9 @@ class Flags(NamedTuple):
         allows_tf32: see the function `allows_tf32`. Both passes use it: if torch's setting changed between them, the
             backward pass would compute p from other scores than the lse of the forward pass.
         max_scores, entropy: whether the forward pass returns them, in this order after out and lse.
+        sums: whether the backward pass is for `statistics`, and returns one gradient. Either that of v, where dout has
+            one column, or for head h of a group of G heads column h of G and zeros in the others. Or that of a bias,
+            where dout is 0.
         sequences: their layout.
     """
 
@@ -154,6 +157,7 @@ class Flags(NamedTuple):
     allows_tf32: bool = False
     max_scores: bool = False
     entropy: bool = False
+    sums: bool = False
     sequences: SequenceSpec | None = None
 
     @property

@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim",
-        lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
+        lambda p: p.mask_form == "lists" or max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
     ),

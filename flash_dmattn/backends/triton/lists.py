@@ -283,7 +283,7 @@ def _rows_of_pages(x: Tensor, pitch: int) -> Tensor:
 def _numbers(p: AttentionProblem) -> tuple[object, ...]:
     f = p.flags
     band = (f.softmax_scale, f.softcap, f.left, f.right)
-    rest = (f.allows_tf32, f.max_scores, f.entropy)
+    rest = (f.allows_tf32, f.max_scores, f.entropy, f.sums)
     numbers: tuple[object, ...] = _kernels().ListFlags(
         *band, f.block_q, f.block_k, p.head_dim_v, f.mask_repeat, f.bias_repeat, *rest
     )

@@ -46,7 +46,7 @@ def kernels() -> ModuleType:
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call runs the kernel of short rows, which supports a mask in any form."""
-    if p.relative is not None:
+    if p.relative is not None or (direction == "backward" and p.flags.sums):
         return False
     call = kernels().ShortCall.described(p)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
@@ -98,7 +98,7 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     Head-first tensors are only for passes with short rows. Their backward pass allocates gradients like q, k and v, so
     these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of large heads, which splits rows.
     """
-    if p.mask_form == "lists":
+    if p.mask_form == "lists" or p.flags.sums:
         return False
     if p.arrival == "tokens":
         return accepts_packed_layout(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
