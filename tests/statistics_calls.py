@@ -237,13 +237,13 @@ def expected_of_sequences(
 ) -> tuple[Tensor, ...]:
     """The sums in fp64, in the dtype of the call, and of terms by their size, by one dense call of all tokens."""
     tokens = sequence_calls.Tokens(call)
-    rows = (weights if call.packs_queries else weights.transpose(0, 1).flatten(1))[None]
-    rows = rows.masked_fill((tokens.q[:, 0] < 0).to(rows.device), 0.0)
+    rows = (weights if call.packs_queries else weights.transpose(0, 1).flatten(1))[None].cpu()
+    rows = rows.masked_fill(tokens.q[:, 0] < 0, 0.0)
     made = []
     numbers = {name: call.flags[name] for name in ("softcap", "softmax_scale")}
     for dtype, w in ((torch.float64, rows.double()), (call.q.dtype, rows), (torch.float64, rows.abs().double())):
         own = call.to(dtype)
-        leaves = {name: getattr(own, name) for name in sequence_calls.LEAVES}
+        leaves = {n: None if (x := getattr(own, n)) is None else x.cpu() for n in sequence_calls.LEAVES}
         p, _ = probabilities(sequence_calls._dense(own, tokens, leaves), numbers)
         sums = summed(p, w.to(p.dtype), heads)[0]
         total = sums.new_zeros(shape)
