@@ -127,6 +127,21 @@ def test_rounding_of_ds_may_be_unlucky_and_not_wrong(name: str, data: str) -> No
     assert passed[1] == 40 and passed[20] < 10
 
 
+@pytest.mark.parametrize("data", ("centred", "seen inf v"))
+def test_a_small_row_may_not_be_off_in_fp32(data: str) -> None:
+    """A row without much of the norm, off by 1e-5 of itself."""
+    case = Case(seqlen_q=40, seqlen_k=50, dtype=torch.float32, data=data)
+    inputs = case.build("cpu")
+    results = run(partial(flash_dmattn.attention, return_lse=True, backend="eager"), case, inputs)
+    assert_accurate(results, case, inputs)
+    out = results["out"]
+    assert out is not None
+    sizes = out.norm(dim=-1).nan_to_num(torch.inf, torch.inf).flatten()
+    out.view(-1, out.shape[-1])[sizes.argmin()] *= 1 + 1.2e-5
+    with pytest.raises(AssertionError, match="out: error of a row"):
+        assert_accurate(results, case, inputs)
+
+
 def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
     """Weights that are rounded just above a power of two pass like the ones just below; 8 times their errors do not."""
     case = FEW.with_(seqlen_q=1, seqlen_k=257, softmax_scale=2e-6, dtype=torch.float16, needs_grad=())

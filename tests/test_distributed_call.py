@@ -124,7 +124,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
         (
-            "layout has an interval of rank 0 from 24 on, and dropout_p is 0.1; where keys are gathered it needs to "
+            "layout has an interval from 24 on, and dropout_p is 0.1; where keys are gathered it needs to "
             "begin at a multiple of 16",
             lambda: describe(2, dropout_p=0.1),
         ),

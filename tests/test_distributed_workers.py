@@ -298,7 +298,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layout": ({"layout": SequenceLayout.zigzag(16, 1)}, ("ValueError", "layout is for 1 ranks; it needs")),
     "shape of mask": ({"mask": "wrong"}, ("ValueError", "mask has shape")),
     "dtype of mask": ({"mask": "numbers"}, ("TypeError", "mask has dtype float64; it needs bool")),
-    "dropout": ({"dropout_p": 0.1}, ("ValueError", "layout has an interval of rank 0 from")),
+    "dropout": ({"dropout_p": 0.1}, ("ValueError", "layout has an interval from")),
     "strategy": ({"strategy": "ulysses"}, ("ValueError", "strategy is 'ulysses', and a mask or bias has rows")),
     "groups of no heads": ({"groups": 3}, ("ValueError", "head_groups is 3; it needs to divide the 2 key-value heads")),
     "unfit backend": ({"backend": "triton"}, ("BackendUnsupportedError", "backend 'triton' does not support this")),

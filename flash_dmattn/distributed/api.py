@@ -301,7 +301,7 @@ def _dropout_key(call: ParallelCall, groups: tuple[Members, ...]) -> Tensor | No
     if call.problem.dropout_p == 0:
         return None
     q = call.request.q
-    key = share_key(draw_key(q.device), groups, call.request.number)
+    key = share_key(draw_key(q.device), call.problem.dropout_p, groups, call.request.number)
     return key if call.trade is None else key_of_part(key, head=call.trade.heads.of(q.shape[2]).start)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -408,13 +409,12 @@ class Request(NamedTuple):
 
 def _check_blocks(dropout_p: float, layout: SequenceLayout) -> None:
     """Refuse rows that begin inside of a block of dropout: the call of a slice draws for whole ones."""
-    for rank, runs in enumerate(layout.intervals):
-        for start, _ in runs:
-            if start % BLOCK:
-                raise ValueError(
-                    f"layout has an interval of rank {rank} from {start} on, and dropout_p is {dropout_p}; where keys "
-                    f"are gathered it needs to begin at a multiple of {BLOCK} (strategy='ulysses' takes any layout)"
-                )
+    for start, _ in chain.from_iterable(layout.intervals):
+        if start % BLOCK:
+            raise ValueError(
+                f"layout has an interval from {start} on, and dropout_p is {dropout_p}; where keys are gathered it needs "
+                f"to begin at a multiple of {BLOCK} (over one group, strategy='ulysses' takes any layout)"
+            )
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:

@@ -437,9 +437,9 @@ def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return summed(received.unbind())
 
 
-def _share(x: Tensor, group: str, number: int) -> Tensor:
+def _share(x: Tensor, dropout_p: float, group: str, number: int) -> Tensor:
     if number == 0:  # else the call was compared
-        agree_within(group, "forward", number, {"dropout key": x})
+        agree_within(group, "forward", number, {"dropout key": x, "dropout_p": dropout_p})
     shared = x.clone()
     dist.broadcast(_bytes(shared), group=process_group(group), group_src=0)
     return shared
@@ -481,9 +481,8 @@ _TRADE = (
 _keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
 _SUM = "(Tensor x, str group, int size, int number) -> Tensor"
 _sum_op = define("sum_over_ranks", _SUM, _sum, lambda x, *_: x.new_empty(x.shape))
-_share_op = define(
-    "share_dropout_key", "(Tensor x, str group, int number) -> Tensor", _share, lambda x, *_: torch.empty_like(x)
-)
+_SHARE = "(Tensor x, float dropout_p, str group, int number) -> Tensor"
+_share_op = define("share_dropout_key", _SHARE, _share, lambda x, *_: torch.empty_like(x))
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
@@ -537,10 +536,10 @@ def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
     return same
 
 
-def share_key(key: Tensor, groups: Sequence[Members], number: int) -> Tensor:
+def share_key(key: Tensor, dropout_p: float, groups: Sequence[Members], number: int) -> Tensor:
     """Return the dropout key of the first rank, sent over each dim of a mesh; it stays on the device."""
     for members in groups:
-        key = _share_op(key, members.name, number)
+        key = _share_op(key, dropout_p, members.name, number)
     return key
 
 
