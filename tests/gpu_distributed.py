@@ -241,7 +241,7 @@ def failed_together(case: ParallelCase) -> tuple[str, str]:
 
 
 def replayed(device: str, strategy: Strategy, dropout_p: float) -> tuple[str, str]:
-    """Judge whether a CUDA graph of a step, with its collectives, has the bits of the step, at other inputs and seeds."""
+    """Judge whether a CUDA graph of a step, with its collectives, has the bits of the step at other inputs."""
     size, rank = dist.get_world_size(), dist.get_rank()
     layout, group = SequenceLayout.zigzag(2048, size), dist.group.WORLD
     q, k, v = (

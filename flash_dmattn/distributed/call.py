@@ -412,8 +412,8 @@ def _check_blocks(dropout_p: float, layout: SequenceLayout) -> None:
     for start, _ in chain.from_iterable(layout.intervals):
         if start % BLOCK:
             raise ValueError(
-                f"layout has an interval from {start} on, and dropout_p is {dropout_p}; where keys are gathered it needs "
-                f"to begin at a multiple of {BLOCK} (over one group, strategy='ulysses' takes any layout)"
+                f"layout has an interval from {start} on, and dropout_p is {dropout_p}; where keys are gathered it "
+                f"needs to begin at a multiple of {BLOCK} (over one group, strategy='ulysses' takes any layout)"
             )
 
 
