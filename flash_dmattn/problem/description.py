@@ -131,6 +131,7 @@ class Flags(NamedTuple):
         allows_tf32: see the function `allows_tf32`. Both passes use it: if torch's setting changed between them, the
             backward pass would compute p from other scores than the lse of the forward pass.
         max_scores, entropy: whether the forward pass returns them, in this order after out and lse.
+        invariant: whether a row's bits have to depend on the row alone: see `flash_dmattn.config`.
         sequences: their layout.
     """
 
@@ -154,6 +155,7 @@ class Flags(NamedTuple):
     allows_tf32: bool = False
     max_scores: bool = False
     entropy: bool = False
+    invariant: bool = False
     sequences: SequenceSpec | None = None
 
     @property
@@ -353,6 +355,7 @@ class AttentionProblem(NamedTuple):
             (self.has_window, f"window {self.window_size}"),
             (self.softcap > 0, f"softcap {self.softcap:g}"),
             (self.dropout_p > 0, f"dropout_p {self.dropout_p:g}"),
+            (self.flags.invariant, "invariant"),
             (self.deterministic, "deterministic"),
             (self.flags.allows_tf32, "TF32 allowed"),
             (self.return_lse, "return_lse"),
