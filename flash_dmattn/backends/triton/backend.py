@@ -68,6 +68,10 @@ _NOT_INVARIANT: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
 )
 
 
+def _has_own_heads(p: AttentionProblem) -> bool:
+    return p.bias is not None and p.bias.shape[1] == p.num_heads
+
+
 def _not_invariant(p: AttentionProblem) -> str:
     return ", ".join(name for name, is_used in _NOT_INVARIANT if is_used(p))
 
@@ -80,10 +84,14 @@ RULES: tuple[Rule, ...] = (
         "leave the mode, or see docs/invariance.md for what it has",
     ),
     Rule(
-        "invariant_gradients",
-        lambda p: not p.flags.invariant,
-        lambda p: "config(invariant=True) is in force, and the mode has no gradients",
-        passes=("backward",),
+        "invariant_dbias",
+        lambda p: not (p.flags.invariant and p.needs_grad.bias and p.bias is not None) or _has_own_heads(p),
+        lambda p: (
+            f"config(invariant=True) is in force, the gradient of bias is needed, and its heads are fewer than "
+            f"{p.num_heads} query heads: sums over heads are taken in orders that go by the batch"
+        ),
+        "expand the heads of bias, or leave the mode",
+        ("backward",),
     ),
     Rule(
         "invariant_tangents",
