@@ -1,0 +1,56 @@
+"""Compare bits of rows in many surroundings, in Triton's interpreter: `python interpreted_rows.py`.
+
+The draws are those of `invariant_rows.py`, on small tiles and spans. Products are taken as tensor cores take them,
+because a product of BLAS depends on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import interpreter
+import torch
+from interpreter import InterpreterBuilder, Tile, dot_of_tensor_cores, set_up
+from invariant_rows import SURROUNDINGS, Class, draw_sequence, unequal
+from outcomes import report
+
+from flash_dmattn.triton_kernels import plan_forward
+
+TILE, SPAN = Tile(16, 32, 4, 1), 128
+PLAIN = Class(head_dim=32, group=2, heads_k=1, dtype=torch.float16)
+CLASSES = {
+    "causal": PLAIN,
+    "window": Class(32, 1, 1, torch.float16, is_causal=False, window=(70, 0), softcap=5.0),
+    "whole": Class(32, 1, 2, torch.float16, is_causal=False, scale=-0.2, sink=True),
+    "mask": Class(32, 2, 1, torch.float16, mask=True),
+    "bias per key": Class(32, 2, 1, torch.float16, bias="key"),
+    "bias per score": Class(32, 1, 1, torch.float16, bias="score", mask=True, sink=True),
+}
+
+
+def outcome(name: str, surrounding: str, num_sms: int, seed: int) -> str | None:
+    set_up(TILE, num_sms=num_sms)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    wanted, found = SURROUNDINGS[surrounding](draw_sequence(CLASSES[name], 150, "cpu"), rng)
+    counts = unequal(wanted, found)
+    return f"{name}, {surrounding}, {num_sms} SMs: {counts}" if any(counts.values()) else None
+
+
+def outcomes() -> Iterator[str | None]:
+    """Outcomes of every class in every surrounding; SMs decide how many programs share the keys."""
+    for number, name in enumerate(CLASSES):
+        for place, surrounding in enumerate(SURROUNDINGS):
+            yield outcome(name, surrounding, (1, 64)[(number + place) % 2], place)
+
+
+if __name__ == "__main__":
+    interpreter.admit_cpu()
+    with (
+        mock.patch.object(plan_forward, "SPAN", SPAN),
+        mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),
+    ):
+        sys.exit(report(outcomes()))
