@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-import torch
-from torch import Tensor
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-import flash_dmattn
-from flash_dmattn import Sequences
+import flash_dmattn  # noqa: E402
+from flash_dmattn import Sequences  # noqa: E402
 
 LOUD = 10.0
 
@@ -170,24 +170,24 @@ def packed(s: Sequence, rng: random.Random) -> tuple[Rows, Rows]:
 
     mask = bias = None
     if s.mask is not None:
-        mask = torch.zeros(1, 1, total, most, dtype=torch.bool, device=device)
+        mask = torch.zeros(1, total, most, dtype=torch.bool, device=device)
     if s.bias is not None:
-        shape = (1, len(s.bias), 1, total) if own.bias == "key" else (1, len(s.bias), total, most)
+        shape = (len(s.bias), 1, total) if own.bias == "key" else (len(s.bias), total, most)
         bias = s.q.new_full(shape, torch.nan)
     for x, (begin, end) in zip(all_of, pairwise(ends), strict=True):
         if mask is not None and x.mask is not None:
-            mask[0, 0, begin:end, : x.length] = x.mask
+            mask[0, begin:end, : x.length] = x.mask
         if bias is not None and x.bias is not None and own.bias == "key":
-            bias[0, :, 0, begin:end] = x.bias[:, 0]
+            bias[:, 0, begin:end] = x.bias[:, 0]
         elif bias is not None and x.bias is not None:
-            bias[0, :, begin:end, : x.length] = x.bias
+            bias[:, begin:end, : x.length] = x.bias
     bounds = Sequences.packed(torch.tensor(ends, device=device), max_seqlen_q=most, max_seqlen_k=most)
     q, k, v, dout = map(pack, ("q", "k", "v", "dout"))
     rows = attend(own, q, k, v, dout, bias, mask=mask, sink=s.sink, sequences=bounds)
     begin, end = ends[place], ends[place + 1]
     dbias = None
     if rows.dbias is not None:
-        dbias = rows.dbias[0, :, :, begin:end] if own.bias == "key" else rows.dbias[0, :, begin:end, : s.length]
+        dbias = rows.dbias[:, :, begin:end] if own.bias == "key" else rows.dbias[:, begin:end, : s.length]
     tokens = [None if x is None else x[begin:end] for x in (rows.out, rows.dq, rows.dk, rows.dv)]
     return alone(s), Rows(tokens[0], rows.lse[:, begin:end], *tokens[1:], dbias)  # type: ignore[arg-type]
 
@@ -290,9 +290,7 @@ def fewer_heads(s: Sequence, rng: random.Random) -> tuple[Rows, Rows]:
     )
     whole = alone(s)
     places = (queries, queries, keys, keys)
-    out, dq, dk, dv = (
-        None if x is None else x[:, p] for x, p in zip((whole.out, *whole[2:5]), places, strict=True)
-    )
+    out, dq, dk, dv = (None if x is None else x[:, p] for x, p in zip((whole.out, *whole[2:5]), places, strict=True))
     dbias = None if whole.dbias is None else whole.dbias[queries]
     return Rows(out, whole.lse[queries], dq, dk, dv, dbias), alone(part)  # type: ignore[arg-type]
 

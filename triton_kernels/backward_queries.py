@@ -137,7 +137,7 @@ def backward_queries_kernel(
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     # The part of lse below the precision of fp32 is a factor of whole rows of dq. Used in the loop, it would need
     # registers that now allow a second program on the SM.
-    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
+    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None and not INVARIANT  # nor has ln p
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)

@@ -242,6 +242,7 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         SEARCH=search,
         ONE_PASS=one_pass,
+        INVARIANT=call.invariant,
     )
     gather = None
     if adds_parts:
