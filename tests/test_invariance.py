@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import DEVICE
 from conftest import needs_triton
 from forked import interpret, run
@@ -199,3 +200,15 @@ def test_what_is_computed_beside_the_kernels_is_refused() -> None:
             flash_dmattn.attention(X, X, X)
         with forward_ad.dual_level(), pytest.raises(BackendUnsupportedError, match=r"no backend accepts"):
             flash_dmattn.attention(forward_ad.make_dual(X, X), X, X)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch has no process groups here")
+def test_ranks_that_share_a_sequence_have_no_such_mode() -> None:
+    from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with flash_dmattn.config(invariant=True), pytest.raises(ValueError, match="does not have the mode"):
+            context_parallel_attention(X, X, X, group=dist.group.WORLD, layout=SequenceLayout.contiguous(3, 1))
+    finally:
+        dist.destroy_process_group()

@@ -46,6 +46,8 @@ _PROJECTED = "tests/test_projected.py::"
 _PROJECTED_CALLS = f"{_PROJECTED}test_random_calls_are_as_by_a_gather"
 _PROJECTED_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[kernels-15]"
 _STATISTICS = "tests/test_statistics.py::"
+_ROWS = "tests/test_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
+_PLANNED = "tests/test_invariance.py::test_nothing_around_a_row_decides_its_bits"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
 _LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
@@ -993,6 +995,55 @@ _PYTHON = (
 )
 
 _TRITON = (
+    Fault(
+        "invariant: spans begin where the keys of a tile do",
+        "triton_kernels/tile_ops.py",
+        "    return tl.minimum(tl.maximum(begin, low), end), tl.maximum(tl.minimum(end, high), begin)",
+        "    return tl.minimum(begin + low, end), tl.minimum(begin + high, end)",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: full tiles come before partial ones",
+        "flash_dmattn/backends/triton/key_order.py",
+        "torch.where(is_empty, tiles + number, tiles).sort(-1).values",
+        "torch.where(is_empty, tiles + number, tiles)",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: the last span of a row is not folded",
+        "triton_kernels/forward_combine.py",
+        "    there = part < splits\n",
+        "    there = part + 1 < splits\n",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: kernels of few keys take delta from p",
+        "triton_kernels/plan.py",
+        "self.shape.seqlen_k <= MOST_FEW_KEYS and not self.invariant",
+        "self.shape.seqlen_k <= MOST_FEW_KEYS",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: programs share the queries of few heads",
+        "triton_kernels/plan_backward.py",
+        "if is_dense and not call.invariant:",
+        "if is_dense:",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: the tile goes by the alignment of a bias",
+        "triton_kernels/plan.py",
+        "        if self.invariant:  # its tiles would depend on alignment",
+        "        if False:",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: a call has the plan of the mode before",
+        "flash_dmattn/call.py",
+        "            process.invariant,\n",
+        "",
+        ("tests/test_call_cache.py::test_no_part_of_the_key_is_without_a_change",),
+    ),
     Fault(
         "triton: a launch that failed is tried again through Triton",
         "triton_kernels/kernel_launch.py",
