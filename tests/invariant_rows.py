@@ -99,7 +99,7 @@ def draw_sequence(own: Class, length: int, device: str, like: Sequence | None = 
     if own.mask:  # tiles that are full, partial and empty
         kept = torch.rand(-(-length // 64), -(-length // 64), device=device).repeat_interleave(64, 0)
         kept = kept.repeat_interleave(64, 1)[:length, :length]
-        mask = (kept < 0.4) | ((kept < 0.8) & (torch.rand(length, length, device=device) < 0.5))
+        mask = (kept < 0.6) | ((kept < 0.85) & (torch.rand(length, length, device=device) < 0.5))
     bias = normal(heads, length if own.bias == "score" else 1, length) if own.bias else None
     sink = like.sink if like is not None else normal(heads, size=1.0) if own.sink else None
     return Sequence(own, q, k, v, dout, mask, bias, sink)
