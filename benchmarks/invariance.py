@@ -2,7 +2,7 @@
 
 Calls are in bf16 with head dim 128, 16 heads or 32 on 8. Training rows time forward and backward passes, decoding rows
 a forward pass of one query each over pages. Ways take turns in one process; a price is the median of the mode divided
-by that of another way. docs/invariance.md has the goals.
+by the median of another way. docs/invariance.md has the goals.
 
     python -m benchmarks.invariance                       # a GPU: about two minutes
     python -m benchmarks.invariance --calls causal        # rows whose names have this word

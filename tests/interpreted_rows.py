@@ -1,7 +1,7 @@
 """Compare bits of rows in many surroundings, in Triton's interpreter: `python interpreted_rows.py [all]`.
 
 Each class is in some of the surroundings, with `all` in every one.
-The draws are those of `invariant_rows.py`, on small tiles and spans. Products are taken as tensor cores take them,
+`invariant_rows.py` draws the calls, here for small tiles and spans. Products are taken as tensor cores take them,
 because a product of BLAS depends on the rows beside it.
 """
 
@@ -46,8 +46,8 @@ def outcome(name: str, surrounding: str, num_sms: int, seed: int) -> str | None:
     set_up(TILE, num_sms=num_sms)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    wanted, found = SURROUNDINGS[surrounding](draw_sequence(CLASSES[name], LENGTHS.get(name, 150), "cpu"), rng)
-    counts = unequal(wanted, found)
+    wanted, result = SURROUNDINGS[surrounding](draw_sequence(CLASSES[name], LENGTHS.get(name, 150), "cpu"), rng)
+    counts = unequal(wanted, result)
     return f"{name}, {surrounding}, {num_sms} SMs: {counts}" if any(counts.values()) else None
 
 

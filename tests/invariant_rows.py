@@ -1,9 +1,9 @@
 """Compare bits of rows in random surroundings, in the invariant mode: `python tests/invariant_rows.py 10000`.
 
 Each draw takes a sequence, computes it alone, and again in one random surrounding: in a batch, packed, padded, in
-pages, as a chunk or a prefix, with fewer heads, beside other rows, split or not. Unused memory is NaN, and neighbours
-are ten times as large. The first line of the end has the draws, the rows of a head that were compared, and how many
-values have other bits; 0 is right, and the exit status is 1 otherwise. It needs a GPU that the triton backend runs on;
+pages, as a chunk, with fewer heads, or beside other rows. Unused memory is NaN, and neighbours are ten times as large.
+At the end it prints the draws, the rows of a head that it compared, and how many values have other bits: 0 is right.
+The exit status is 1 otherwise. It needs a GPU that the triton backend runs on;
 `interpreted_rows.py` makes the same comparisons in Triton's interpreter. docs/invariance.md says what is promised.
 """
 
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Class:
-    """What all calls of a class have in common; `mask` and `bias` name their forms."""
+    """Settings that all calls of a class have; `mask` and `bias` name their forms."""
 
     head_dim: int = 64
     group: int = 1
@@ -244,9 +244,9 @@ def paged(s: Sequence, rng: random.Random, sizes: tuple[int, ...] = (16, 128)) -
         bias = q.new_full((len(all_of), len(s.bias), rows, columns * page), torch.nan)
     for number, (x, n) in enumerate(zip(all_of, held, strict=True)):
         for pool, values in zip(pools, (x.k, x.v), strict=True):
-            whole = values.new_full((columns * page, *values.shape[1:]), torch.nan)
-            whole[:n] = values[:n]
-            pool[pages[number]] = whole.view(columns, page, *values.shape[1:])
+            every = values.new_full((columns * page, *values.shape[1:]), torch.nan)
+            every[:n] = values[:n]
+            pool[pages[number]] = every.view(columns, page, *values.shape[1:])
         if mask is not None and x.mask is not None:
             mask[number, 0, :, :n] = x.mask[n - queries : n, :n]
         if bias is not None and x.bias is not None:
@@ -289,11 +289,11 @@ def fewer_heads(s: Sequence, rng: random.Random) -> tuple[Rows, Rows]:
         bias=None if s.bias is None else s.bias[queries],
         sink=None if s.sink is None else s.sink[queries],
     )
-    whole = alone(s)
+    every = alone(s)
     places = (queries, queries, keys, keys)
-    out, dq, dk, dv = (None if x is None else x[:, p] for x, p in zip((whole.out, *whole[2:5]), places, strict=True))
-    dbias = None if whole.dbias is None else whole.dbias[queries]
-    return Rows(out, whole.lse[queries], dq, dk, dv, dbias), alone(part)  # type: ignore[arg-type]
+    out, dq, dk, dv = (None if x is None else x[:, p] for x, p in zip((every.out, *every[2:5]), places, strict=True))
+    dbias = None if every.dbias is None else every.dbias[queries]
+    return Rows(out, every.lse[queries], dq, dk, dv, dbias), alone(part)  # type: ignore[arg-type]
 
 
 def other_rows(s: Sequence, rng: random.Random) -> tuple[Rows, Rows]:
@@ -319,10 +319,10 @@ SURROUNDINGS: dict[str, Callable[[Sequence, random.Random], tuple[Rows, Rows]]] 
 }
 
 
-def unequal(wanted: Rows, found: Rows) -> dict[str, int]:
+def unequal(wanted: Rows, result: Rows) -> dict[str, int]:
     """Count the values of each result that have other bits, where both have them."""
     counts = {}
-    for name, x, y in zip(Rows._fields, wanted, found, strict=True):
+    for name, x, y in zip(Rows._fields, wanted, result, strict=True):
         if x is not None and y is not None:
             assert x.shape == y.shape and x.dtype == y.dtype, (name, x.shape, y.shape)
             kind = torch.int32 if x.dtype.itemsize == 4 else torch.int16
@@ -357,8 +357,8 @@ def draws(number: int, seed: int, device: str) -> Iterator[tuple[str, Class, int
         rng = random.Random(seed * 10**6 + each)
         torch.manual_seed(seed * 10**6 + each)
         own, name, length = draw_class(rng), rng.choice(list(SURROUNDINGS)), rng.choice(LENGTHS)
-        wanted, found = SURROUNDINGS[name](draw_sequence(own, length, device), rng)
-        yield name, own, length, found, unequal(wanted, found)
+        wanted, result = SURROUNDINGS[name](draw_sequence(own, length, device), rng)
+        yield name, own, length, result, unequal(wanted, result)
 
 
 def main() -> int:
@@ -369,9 +369,9 @@ def main() -> int:
     chosen = parser.parse_args()
     begin, count, rows, values, different = time.monotonic(), 0, 0, 0, 0
     by_name: dict[str, int] = {}
-    for name, own, length, found, counts in islice(draws(chosen.number, chosen.seed, "cuda"), chosen.number):
-        count, rows = count + 1, rows + found.out.shape[0] * found.out.shape[1]
-        values += sum(x.numel() for x in found if x is not None)
+    for name, own, length, result, counts in islice(draws(chosen.number, chosen.seed, "cuda"), chosen.number):
+        count, rows = count + 1, rows + result.out.shape[0] * result.out.shape[1]
+        values += sum(x.numel() for x in result if x is not None)
         different += sum(counts.values())
         by_name[name] = by_name.get(name, 0) + 1
         if any(counts.values()):

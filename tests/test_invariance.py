@@ -32,7 +32,7 @@ def test_rows_have_equal_bits_in_many_surroundings() -> None:
     assert "14 passed, 0 failed" in interpret("interpreted_rows.py")
 
 
-# What decides bits, out of what decides a launch. The rest decides who computes, and when.
+# Arguments of a launch that decide bits. Others decide which program computes, and when.
 DECIDES_BITS = {
     *("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV", "MASK", "SOFTCAP", "PRECISION", "FLAT", "FEW_KEYS", "PARTS"),
     *("COLUMN_PARTS", "SPAN", "INVARIANT", "DBIAS", "ONE_PASS", "DROPOUT"),

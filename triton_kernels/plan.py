@@ -217,7 +217,7 @@ class Call:
         # A tree is a band except for the last keys.
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
-        # One query has a value per score and per key, so both have one tile where its bits are those of all queries.
+        # A bias of one query is per score and per key at once, so both have one tile where chunks have equal bits.
         bias = TILE_BIAS.value if self.invariant and self.is_biased else self.bias_kind
         kinds = {"mask": read, "bias": bias, "bias_tma": bias_tma, "few_rows": few}
         kinds |= {"precision": self.precision_of(kernel), "stored": bool(self.packed), "may_prefer": not self.invariant}

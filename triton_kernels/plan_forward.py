@@ -23,7 +23,7 @@ from .tile_table import Tile
 # With few rows, a share of the keys has at least LEAST_BLOCKS blocks, and a head at most MOST_SHARES shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
 _LISTS = (KEYS.value, TILES.value)
-EDGES = (DENSE.value, TILES.value)  # masks all of whose blocks are at an edge in an ascending walk
+EDGES = (DENSE.value, TILES.value)  # in an ascending walk, all blocks of these masks are at an edge
 _NOWHERE = (None, None)  # bounds and page table of a call without sequences
 # The combine kernel: values of parts for each thread, most warps, and most values that a program loads at once.
 VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
@@ -130,7 +130,7 @@ def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
 def num_spans(call: Call, programs: int, shape: Shape) -> int:
     """Return the spans of a call if each gets programs of its own, else 1; no bit depends on it.
 
-    `programs` are those of all queries, and `shape` is of all rows.
+    `programs` counts the programs of all queries, `shape` has all rows.
     """
     spans = triton.cdiv(call.shape.seqlen_k, SPAN)
     size = spans * shape.batch * shape.seqlen_q * shape.num_heads * (shape.head_dim_v + 2) * 4

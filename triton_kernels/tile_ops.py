@@ -411,8 +411,8 @@ def block_at(step, walk, start, inside, before, EDGE: tl.constexpr, MASK: tl.con
 def blocks_in_order(phase: tl.constexpr, low, high, start, inside, before, after):
     """Return the blocks [begin, end) of a phase of an ascending walk that are in [low, high).
 
-    The walk is from `keys_of_queries`. NEAR has the blocks at its left edge, INSIDE those that need no mask check, EDGE
-    the rest; for a sorted list of tiles, EDGE has the places of the list.
+    The walk is from `keys_of_queries`. NEAR has the blocks at its left edge, INSIDE the blocks without a mask check,
+    EDGE the rest; for a sorted list of tiles, EDGE has the places of the list.
     """
     begin, end = start - before, start
     if phase == INSIDE:

@@ -53,7 +53,7 @@ def _has_own_values(p: AttentionProblem) -> bool:
     return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 
-# What the kernels do not compute row by row: its name, and whether a call has it.
+# Features that the kernels do not compute row by row: a name, and whether a call has it.
 _NOT_INVARIANT: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
     ("dropout", lambda p: p.dropout_p > 0),
     ("a bias by distance", lambda p: p.relative is not None),
