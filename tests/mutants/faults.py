@@ -997,9 +997,9 @@ _PYTHON = (
 _TRITON = (
     Fault(
         "invariant: spans begin where the keys of a tile do",
-        "triton_kernels/tile_ops.py",
-        "    return tl.minimum(tl.maximum(begin, low), end), tl.maximum(tl.minimum(end, high), begin)",
-        "    return tl.minimum(begin + low, end), tl.minimum(begin + high, end)",
+        "triton_kernels/forward.py",
+        "low, high = span * (SPAN // BLOCK_N), (span + 1) * (SPAN // BLOCK_N)",
+        "low = start - before + span * (SPAN // BLOCK_N); high = low + SPAN // BLOCK_N",
         (_ROWS,),
     ),
     Fault(
