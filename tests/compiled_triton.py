@@ -88,6 +88,7 @@ class Variant:
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
     outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
     only_bias: bool = False  # whether no other input needs a gradient
+    invariant: bool = False
     aux: bool = False  # whether largest scores and entropies are asked for, and entropies have a gradient
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -140,7 +141,7 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
-        flags = flags._replace(max_scores=self.aux, entropy=self.aux)
+        flags = flags._replace(max_scores=self.aux, entropy=self.aux, invariant=self.invariant)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first, call.allows_tf32 = arch, 132, self.heads_first, self.tf32
@@ -233,7 +234,7 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec)
+        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec, invariant=self.invariant)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132
