@@ -187,7 +187,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
     merges = p.flags.invariant and p.mask_form in ("tiles", "sequence_tiles")
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, unit_rows = launch.run_on, launch.unit_rows
+    run_on, unit_rows, is_invariant = launch.run_on, launch.unit_rows, p.flags.invariant
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -223,6 +223,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
             x = launch.readable(x)
         if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
             saved = Saved(x, out.contiguous(), lse.contiguous())
+        if is_invariant and not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
+            dout = dout.clone(memory_format=torch.contiguous_format)  # how it lies decides the order of a sum in delta
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
