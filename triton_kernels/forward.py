@@ -44,6 +44,7 @@ from .scores import (
     log_sums,
     masked_scores,
     scaled,
+    sum_in_any_order,
 )
 from .sequences import (
     NO_SEQUENCES,
@@ -57,6 +58,7 @@ from .sequences import (
     tiles_of_queries,
 )
 from .tile_ops import (
+    BAND,
     DENSE,
     EDGE,
     INSIDE,
@@ -344,6 +346,9 @@ def forward_kernel(
                         s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys,
                         shape, BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
                     )  # fmt: skip
+                # Triton would choose the layout of a tile, and with it the order of a sum, by how these are loaded.
+                ON_CORES: tl.constexpr = PRECISION == "ieee" and q_tile.dtype == tl.float32
+                IN_ANY_ORDER: tl.constexpr = SPAN > 0 and (BIASED or MASK != BAND or ON_CORES)
                 if IS_FLAT:
                     value = flat_value(step, flat)
                     new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
@@ -366,7 +371,12 @@ def forward_kernel(
                 rescale = exp_of(row_max - new_max, BIASED)
                 if entropy is not None:
                     spread = add_spread(spread, row_sum, row_max - new_max, rescale, p, exponent)
-                if SPAN > 0:
+                if IN_ANY_ORDER and BIASED:
+                    row_sum = tl.fma(row_sum, rescale, sum_in_any_order(p, exp_of(tl.max(s, 1) - new_max, True)))
+                elif IN_ANY_ORDER:
+                    largest_p = tl.math.exp2(tl.fma(tl.max(s, 1), factor, -new_max))
+                    row_sum = tl.fma(row_sum, rescale, sum_in_any_order(p, largest_p))
+                elif SPAN > 0:
                     row_sum = tl.fma(row_sum, rescale, tl.sum(p, 1))
                 else:
                     row_sum = row_sum * rescale + tl.sum(p, 1)

@@ -67,6 +67,21 @@ def masked_scores(
 
 
 @triton.jit
+def sum_in_any_order(p, largest):
+    """Sum probabilities of each row with one result for every order of the terms, and so for every layout of the tile.
+
+    Triton chooses the layout by what else is loaded, and a sum of floats depends on it. Here terms are integers: places
+    of 2^-24 of the power of two above `largest`, the largest p of the row in this tile. At most 128 of them fit.
+    """
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000
+    above = power.to(tl.float32, bitcast=True)
+    bits = (p + tl.expand_dims(above, 1)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    terms = bits - tl.expand_dims(power, 1)
+    total = tl.sum(terms, 1).to(tl.float32) * (above * 1.1920928955078125e-07)  # 2^-23
+    return tl.where(tl.max(terms, 1) > 0x01000000, float("nan"), total)  # some p is NaN
+
+
+@triton.jit
 def fold(total_max, total_sum, total, row_max, row_sum, part, BIASED: tl.constexpr):
     """Add a span of the keys to the sums of rows: (maximum, sum, values), each rounded in the same way everywhere.
 
