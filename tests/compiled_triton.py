@@ -294,6 +294,13 @@ class Job:
 
     def ttir(self) -> str:
         """The compiled form before layouts: one function, in the text of MLIR."""
+        return str(self._form("ttir").str_nodebug())
+
+    def ttgir(self) -> str:
+        """The compiled form with layouts, in the text of MLIR."""
+        return str(self._form("ttir", "ttgir").str_nodebug())
+
+    def _form(self, *steps: str) -> Any:
         source, target = self._source, target_of(self.arch)
         backend = make_backend(target)
         options, context, stages = backend.parse_options(dict(self.options)), ir.context(), {}
@@ -302,7 +309,10 @@ class Job:
         backend.add_stages(stages, options, source.language)
         functions = backend.get_codegen_implementation(options)
         module = source.make_ir(target, options, functions, backend.get_module_map(), context)
-        return str(stages["ttir"](module, {}).str_nodebug())
+        metadata: dict[str, Any] = {"target": target}
+        for step in steps:
+            module = stages[step](module, metadata)
+        return module
 
     def compile(self) -> Kernel:
         """Machine code and what it takes; from Triton's cache where it has been compiled before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -107,6 +108,36 @@ def test_nothing_around_a_row_decides_its_bits(bias: str, arch: str) -> None:
                 key = (name, dict(decides[1:]).get("DBIAS"))
                 assert seen.setdefault(key, decides) == decides, (name, layout, call.shape)
         assert {"forward_kernel", "backward_queries_kernel", "backward_keys_kernel"} <= {name for name, _ in seen}
+
+
+BIAS, CHUNK = (
+    ("B", "Hq", "Lq", "Lk"),
+    {"layout": "paged", "seqlen_q": 64, "seqlen_k": 8192, "page_size": 128, "batch": 2},
+)
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "plain": [{}, {"seqlen_q": 1, "seqlen_k": 65536}, {"layout": "packed", "batch": 16}, CHUNK],
+    "bias": [{"bias": BIAS}, {"bias": BIAS, "seqlen_q": 200, "seqlen_k": 200}, {"bias": BIAS, **CHUNK}],
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_what_triton_makes_of_a_class_adds_up_in_one_order(form: str) -> None:
+    """Sums of floats over a tile have one layout in every compiled form of a class, and so do products."""
+    from compiled_triton import SequenceVariant, Variant, jobs_of
+
+    made = set()
+    for fields in LAYOUTS[form]:
+        kind = SequenceVariant if "layout" in fields else Variant
+        job = next(job for job in jobs_of(kind(128, is_causal=True, invariant=True, **fields), "sm_90"))
+        text = job.ttgir()
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+        reduced = re.findall(r'"tt\.reduce"\(.*?\n(.*?)\}\) : \(tensor<(.*?), (#\w+)>', text, re.DOTALL)
+        sums = {(shape, layouts[name]) for body, shape, name in reduced if "arith.addf" in body}
+        products = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(.*?), (#\w+)>", text)
+        assert job.name == "forward" and products and (form == "bias" or sums)
+        made.add((frozenset(sums), frozenset((shape, layouts[name]) for shape, name in products)))
+    assert len(made) == 1, made
 
 
 def is_refused() -> bool:

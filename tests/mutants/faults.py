@@ -1017,6 +1017,13 @@ _TRITON = (
         (_ROWS,),
     ),
     Fault(
+        "invariant: Triton chooses the order of a sum beside a bias",
+        "triton_kernels/forward.py",
+        "SPAN > 0 and (BIASED or MASK != BAND or ON_CORES)",
+        "SPAN > 0 and ON_CORES",
+        ("tests/test_invariance.py::test_what_triton_makes_of_a_class_adds_up_in_one_order",),
+    ),
+    Fault(
         "invariant: kernels of few keys take delta from p",
         "triton_kernels/plan.py",
         "self.shape.seqlen_k <= MOST_FEW_KEYS and not self.invariant",
