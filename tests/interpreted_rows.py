@@ -35,7 +35,7 @@ LENGTHS = {"mask": 256}  # two tiles that may be full
 # One query, whose heads of a group are rows of a tile; a chunk that reaches into the second span, and begins elsewhere
 # in its tile.
 SEEDS = {("causal", "as_chunk"): 2, ("window", "as_chunk"): 9}
-# Those in which a class may differ, by what decides its order.
+# Surroundings that may change the bits of a class, by what decides its order.
 SOME = {
     "causal": ("packed", "paged", "as_chunk"),
     "window": ("paged", "as_chunk"),
