@@ -167,7 +167,7 @@ def example_of(rule: Rule) -> AttentionProblem:
     fields: dict[str, Any] = {name: call.pop(name) for name in ("k_strides", "mask_form") if name in call}
     if call["device"] == "mps":
         fields["device"] = call.pop("device")
-    flags = {name: call.pop(name) for name in ("block_q", "block_k") if name in call}
+    flags = {name: call.pop(name) for name in ("block_q", "block_k", "invariant") if name in call}
     bias_strides = call.pop("bias_strides", None)
     problem = explain_problem(**call).problem
     if bias_strides is not None and problem.bias is not None:

@@ -18,7 +18,7 @@ from .biases import Bias, ListBias, Projected, check_projected, lower, refuse_la
 from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
-from .dispatch.config import BackendChoice, Blocks, blocks, process
+from .dispatch.config import BackendChoice, Blocks, blocks, invariant, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import (
@@ -125,6 +125,11 @@ def follow_projected(
 ) -> tuple[Projected, Tensor, Tensor, Tensor]:
     """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias with them."""
     refuse_layouts(q, mask, sequences)
+    if invariant():
+        raise BackendUnsupportedError(
+            "bias is a Projected; its products are PyTorch's, whose bits depend on the batch, and "
+            "config(invariant=True) is in force: pass a tensor as bias, or leave the mode"
+        )
     q, k, v = follow_autocast(q, k, v)
     check_qkv(q, k, v)
     dtype = None if q.dtype == torch.float64 else autocast_dtype(q)  # which leaves fp64 as it is
@@ -292,6 +297,8 @@ def _key(call: PreparedCall, backend: BackendChoice, active_blocks: Blocks) -> t
             active_blocks.backend,
             active_blocks.disabled,
             active_blocks.fallback,
+            active_blocks.invariant,
+            process.invariant,
             process.default_backend,
             process.disabled,
             BACKENDS.version,

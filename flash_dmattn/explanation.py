@@ -410,6 +410,8 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
     """Explain a described problem; `copies` names tensors that were copied before."""
     requested = choice_in_force(backend)
     forward = backward = error = tangents = None
+    if problem.flags.invariant:
+        copies = (*copies, _without_mode(problem, requested))
     try:
         selection = choose(problem, requested)
         is_differentiable = selection.forward.has_forward_ad
@@ -433,6 +435,17 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         copies,
         tangents,
     )
+
+
+def _without_mode(problem: AttentionProblem, requested: BackendChoice) -> str:
+    """Say which backends would run a call without the invariant mode, whose price is their lead."""
+    free = problem._replace(flags=problem.flags._replace(invariant=False))
+    try:
+        names = [name for name in selected_names(free, choose(free, requested)) if name is not None]
+    except BackendError:
+        return "config(invariant=True) is in force: docs/invariance.md has its price"
+    ran = " forward, ".join(names) + (" backward" if len(names) > 1 else "")
+    return f"config(invariant=True) is in force; without it {ran} would run: docs/invariance.md has the price"
 
 
 def make_verdict(backend: Backend, problem: AttentionProblem) -> Verdict:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .biases import ByDistance, check_covered
 from .definition import is_dtensor, is_transformed, unwrapped
+from .dispatch.config import invariant
 from .problem import (
     FLOAT_DTYPES,
     Arrival,
@@ -191,13 +192,14 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         _check_sink(sink, sizes)
 
     causal, window, scale = check_flag("is_causal", is_causal), check_window(window), raw_flags.softmax_scale
+    is_ordered = torch.are_deterministic_algorithms_enabled()
+    if raw_flags.deterministic is not None:
+        is_ordered = check_flag("deterministic", raw_flags.deterministic)
     flags = Flags(
         *causal_window(causal, window),
         int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
         check_softcap(raw_flags.softcap, scale),
-        torch.are_deterministic_algorithms_enabled()
-        if raw_flags.deterministic is None
-        else check_flag("deterministic", raw_flags.deterministic),
+        is_ordered or invariant(),
         *(repeats or _NO_REPEATS),
         mask_packing=mask_packing,
         bias_packing=bias_packing,
@@ -209,6 +211,7 @@ def describe(call: PreparedCall) -> tuple[AttentionProblem, Mask, Tensor | None]
         allows_tf32=allows_tf32(q.dtype),
         max_scores=check_flag("max_scores", raw_flags.max_scores),
         entropy=check_flag("entropy", raw_flags.entropy),
+        invariant=invariant(),
         sequences=sequences,
     )
     if mask_form == "lists":

@@ -88,6 +88,7 @@ class Variant:
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
     outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
     key_sums: bool = False  # whether p is summed, instead of both passes
+    invariant: bool = False
     aux: bool = False  # whether largest scores and entropies are asked for, and entropies have a gradient
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
@@ -140,7 +141,7 @@ class Variant:
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
         flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
-        flags = flags._replace(max_scores=self.aux, entropy=self.aux, sums=self.key_sums)
+        flags = flags._replace(max_scores=self.aux, entropy=self.aux, sums=self.key_sums, invariant=self.invariant)
         v = column(k) if self.key_sums else v
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
@@ -245,7 +246,7 @@ class SequenceVariant(Variant):
         right = 0 if self.is_causal else -1
         spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
         flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p, sums=self.key_sums, sequences=spec)
+        flags = flags._replace(dropout_p=self.dropout_p, sums=self.key_sums, sequences=spec, invariant=self.invariant)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         v = column(k) if self.key_sums else torch.empty_like(k)
         call = SequenceCall(q, k, v, mask, bias, flags, sink, self.view())
@@ -310,6 +311,13 @@ class Job:
 
     def ttir(self) -> str:
         """The compiled form before layouts: one function, in the text of MLIR."""
+        return str(self._form("ttir").str_nodebug())
+
+    def ttgir(self) -> str:
+        """The compiled form with layouts, in the text of MLIR."""
+        return str(self._form("ttir", "ttgir").str_nodebug())
+
+    def _form(self, *steps: str) -> Any:
         source, target = self._source, target_of(self.arch)
         backend = make_backend(target)
         options, context, stages = backend.parse_options(dict(self.options)), ir.context(), {}
@@ -318,7 +326,10 @@ class Job:
         backend.add_stages(stages, options, source.language)
         functions = backend.get_codegen_implementation(options)
         module = source.make_ir(target, options, functions, backend.get_module_map(), context)
-        return str(stages["ttir"](module, {}).str_nodebug())
+        metadata: dict[str, Any] = {"target": target}
+        for step in steps:
+            module = stages[step](module, metadata)
+        return module
 
     def compile(self) -> Kernel:
         """Machine code and what it takes; from Triton's cache where it has been compiled before."""

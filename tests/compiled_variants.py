@@ -68,6 +68,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Few queries: keys in shares. Few keys: queries in shares.
     "128 one query": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536},
     "64 one query": {"head_dim": 64, "batch": 1, "seqlen_q": 1, "seqlen_k": 8191, "sink": True},
+    # Spans of keys, in a program each, and in the program of a tile.
+    "128 spans": {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 65536, "sink": True, "invariant": True},
+    **{
+        f"{d} spans, {form}": {"head_dim": d, **FORMS[form], "invariant": True}
+        for d in (64, 128)
+        for form in ("causal", "full", "tiles, per key")
+    },
     # Few of them, as the heads of a group are of one.
     "128 few queries, heads first": {**FEW_QUERIES, "heads_first": True},
     "128 few queries, full": {**FEW_QUERIES, "bias": FULL},
@@ -134,6 +141,15 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed, short": {"head_dim": 64, **SHORT},
     "64 packed, short, mask, dropout": {"head_dim": 64, **SHORT, "mask": "dense", "dropout_p": 0.1},
     "128 packed, short": {"head_dim": 128, **SHORT, "num_heads_k": 4, "is_causal": True, **ROWS},
+    "64 packed, spans": {"head_dim": 64, "batch": 16, "is_causal": True, "invariant": True},
+    "128 paged, spans": {
+        **PAGED,
+        "head_dim": 128,
+        "seqlen_q": 1,
+        "seqlen_k": 8192,
+        "num_heads_k": 4,
+        "invariant": True,
+    },
     "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
     "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},
     "128 paged, tree": {"head_dim": 128, "layout": "paged", **sizes(64, 16, 8192), "num_heads_k": 4, "mask": "tree"},

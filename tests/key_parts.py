@@ -87,6 +87,11 @@ def under_other_settings(key: Callable[[], Any]) -> Iterator[Any]:
         yield key()
     with flash_dmattn.config(fallback="silent"):
         yield key()
+    with flash_dmattn.config(invariant=True):
+        yield key()
+    flash_dmattn.config.set(invariant=True)
+    yield key()
+    flash_dmattn.config.set(invariant=False)
     flash_dmattn.config.set(disabled="flex")
     yield key()
     flash_dmattn.config.set(disabled=())

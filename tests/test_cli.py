@@ -165,6 +165,7 @@ def test_info_json_is_json_alone() -> None:
         "default_backend": "eager",
         "disabled": ["flex"],
         "fallback": "warn",
+        "invariant": False,
         "error": None,
         "unknown": {},
     }

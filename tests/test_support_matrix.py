@@ -42,6 +42,9 @@ OF_TRITON: dict[str, dict[str, Any]] = {
     "arch": {"device": "sm_75"},
     "dtype": {"dtype": "fp64"},
     "head_dim": {"q": (2, 4096, 16, 520)},
+    "invariant": {"invariant": True, "dropout_p": 0.1},
+    "invariant_dbias": {"invariant": True, "bias": (1, 4096, 4096), "bias_grad": True},
+    "invariant_tangents": {"invariant": True},
     "relative_sequences": {**_PACKED, "bias": (16, 257), "by_distance": (128, "clamp", False), "bias_grad": True},
     "relative_head_dim": {
         "q": (2, 4096, 16, 264),

@@ -434,7 +434,7 @@ FLAGS = Flags(3, 4, 0.5, 2.0, False)
 OTHER_FLAGS = {
     **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "zero", "block_q", "block_k", "list_size")},
     **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
-    **{name: True for name in ("deterministic", "one_mask_row", "is_list_bias")},
+    **{name: True for name in ("deterministic", "invariant", "one_mask_row", "is_list_bias")},
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",

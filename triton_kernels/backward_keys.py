@@ -126,6 +126,7 @@ def backward_keys_kernel(
     DROPOUT: tl.constexpr,
     ONE_PASS: tl.constexpr,
     FLAT: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
     """Compute the gradients of one block of keys of one owner, visiting its queries block by block.
 
@@ -299,6 +300,8 @@ def backward_keys_kernel(
                         ds, _ = score_gradients(
                             p, exponents, dp, d, g, at.few, 0, FEW_KEYS, SEQUENCES, dentropy is not None
                         )
+                        if DBIAS == STORE and INVARIANT:
+                            ds = ds + 0.0  # a block that is not visited has no -0 either
                         if DBIAS != NO_DBIAS:
                             acc_bias, acc_last = add_gradient(
                                 acc_bias, acc_last, dbias, ds, flat, step, at, b, h, first, first_key,

@@ -22,7 +22,20 @@ from .dropout import is_kept
 from .pieces import add_product, load_pieces, product_of_rows
 from .scores import load_entropy_gradient, masked_scores, probabilities, scaled, score_gradients, sink_logits
 from .sequences import NO_SEQUENCES, bounds_of, entry_of_tile, mask_from, place_of, rows_from, tiles_of_queries
-from .tile_ops import EDGE, INSIDE, KEYS, LOG2E, NEAR, block_at, keys_of_queries, load_low_delta, mask_head
+from .tile_ops import (
+    DENSE,
+    EDGE,
+    INSIDE,
+    KEYS,
+    LOG2E,
+    NEAR,
+    TILES,
+    block_at,
+    blocks_in_order,
+    keys_of_queries,
+    load_low_delta,
+    mask_head,
+)
 
 
 @triton.jit
@@ -77,8 +90,12 @@ def backward_queries_kernel(
     SEARCH: tl.constexpr,
     DROPOUT: tl.constexpr,
     FLAT: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
-    """Compute one tile of dq (B, Lq, Hq, D), which is contiguous; FLAT is as for the forward kernel."""
+    """Compute one tile of dq (B, Lq, Hq, D), which is contiguous; FLAT is as for the forward kernel.
+
+    With INVARIANT blocks ascend, and those inside and at an edge round alike: no other row changes the bits of a row.
+    """
     score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
@@ -120,7 +137,7 @@ def backward_queries_kernel(
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     # The part of lse below the precision of fp32 is a factor of whole rows of dq. Used in the loop, it would need
     # registers that now allow a second program on the SM.
-    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None  # ln p has no factor
+    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES and dentropy is None and not INVARIANT  # nor has ln p
     low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     g = load_entropy_gradient(dentropy, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
@@ -133,15 +150,29 @@ def backward_queries_kernel(
     if FLAT:
         flat = flat_blocks(bias_head, bias_strides, first, start, inside, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1)
         near = flat.near
+    if INVARIANT and MASK == TILES:  # in one sorted list, as partial ones
+        start, after, before = 0, before, 0
+    ONE_LOOP: tl.constexpr = INVARIANT and (MASK == TILES or MASK == DENSE)
+    FIRST_PHASE: tl.constexpr = EDGE if ONE_LOOP else NEAR if FLAT or (INVARIANT and LEFT) else INSIDE
+    hidden = float("-inf")
+    if INVARIANT and not (BIASED or SOFTCAP):  # products are masked, and get the sign of the scale
+        hidden = tl.where(score_scale < 0.0, float("inf"), float("-inf"))
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for phase in tl.static_range(NEAR if FLAT else INSIDE, EDGE + 1 if EDGES else EDGE):
+    for phase in tl.static_range(FIRST_PHASE, EDGE + 1 if EDGES else EDGE):
+        begin = 0
         steps = near if phase == NEAR else inside - near if phase == INSIDE else before + after
-        for step in range(0, steps):
+        if INVARIANT:
+            begin, steps = blocks_in_order(phase, 0, start + inside + after, start, inside, before, after)
+        for step in range(begin, steps):
+            IS_EDGE: tl.constexpr = phase == EDGE or (INVARIANT and phase == NEAR)
             IS_FLAT: tl.constexpr = FLAT and phase == INSIDE
             block = step
             if FLAT and phase != EDGE:
                 block = block_of_run(step, flat, IS_FLAT)
-            place = block_at(block, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
+            if INVARIANT and MASK != TILES:
+                place = tl.multiple_of(step * BLOCK_N, BLOCK_N)
+            else:
+                place = block_at(block, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
@@ -151,21 +182,24 @@ def backward_queries_kernel(
                 )
             k_pieces = load_pieces(
                 k, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
-                BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION,
+                BLOCK_N, BLOCK_D, TMA, WIDE, IS_EDGE, PAD_D, PRECISION,
             )  # fmt: skip
             s = product_of_rows(q_pieces, k_pieces, PRECISION)
             s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
-            if not IS_FLAT:
+            if not IS_FLAT and (BIASED or not INVARIANT):
                 s = add_bias(
                     s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + at.bias_row, place, rows,
                     keys, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
                 )  # fmt: skip
-            if phase == EDGE:
+            if IS_EDGE:
                 s = masked_scores(
                     s, data, mask_strides, b, h, place, rows, keys, shape,
-                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
+                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False, hidden,
                 )  # fmt: skip
-            if IS_FLAT:
+            if INVARIANT and not BIASED:
+                exponents = tl.fma(s, factor, -lse_rows[:, None])
+                p = tl.math.exp2(exponents)
+            elif IS_FLAT:
                 value = flat_value(step, flat)
                 less = (lse_rows - value) * LOG2E - low_rows
                 p, exponents = probabilities(
@@ -177,7 +211,7 @@ def backward_queries_kernel(
                 )
             v_pieces = load_pieces(
                 v, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV, PRECISION,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, IS_EDGE, PAD_DV, PRECISION,
             )  # fmt: skip
             dp = product_of_rows(g_pieces, v_pieces, PRECISION)
             if DROPOUT:

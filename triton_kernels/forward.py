@@ -33,7 +33,19 @@ from .bias_forms import (
 )
 from .dropout import is_kept
 from .pieces import add_product, load_pieces, product_of_rows, split
-from .scores import add_spread, entropy_of, entropy_with_sink, exp_of, largest_of, log_sums, masked_scores, scaled
+from .scores import (
+    add_spread,
+    entropy_of,
+    entropy_with_sink,
+    exp_of,
+    fold,
+    folded_log_sums,
+    largest_of,
+    log_sums,
+    masked_scores,
+    scaled,
+    sum_in_any_order,
+)
 from .sequences import (
     NO_SEQUENCES,
     bounds_of,
@@ -46,6 +58,7 @@ from .sequences import (
     tiles_of_queries,
 )
 from .tile_ops import (
+    BAND,
     DENSE,
     EDGE,
     INSIDE,
@@ -54,12 +67,16 @@ from .tile_ops import (
     LOG2E,
     LOWEST,
     NEAR,
+    TILE,
+    TILES,
     TREE,
     block_at,
+    blocks_in_order,
     join_sink,
     keys_of_queries,
     load_tile,
     mask_head,
+    places_before,
     store_lse,
 )
 from .tree_mask import keys_of_trees
@@ -147,6 +164,7 @@ def forward_kernel(
     FLAT: tl.constexpr,
     OVERLAP: tl.constexpr,
     COLUMN_PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Compute out and lse of one tile of queries.
 
@@ -169,6 +187,10 @@ def forward_kernel(
     (programmatic dependent launch); it waits before it reads.
 
     With FLAT blocks whose scores all get one value of the bias have a loop of their own: see `flat_blocks`.
+
+    With SPAN above 0 the bits of a row depend on the row alone: docs/invariance.md. Each span of so many keys is an
+    online softmax of its own, blocks ascend, and `fold` adds the spans in their order. With SPLIT_KEYS a program has
+    one span; out, lse and `largest` get its sums as they are, for the fold kernel.
 
     With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
     """
@@ -247,9 +269,9 @@ def forward_kernel(
     if FLAT:
         flat = flat_blocks(bias_head, bias_strides, first, start, inside, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1)
         near = flat.near
-    if ONE_LOOP:
+    if ONE_LOOP and MASK != TILES:
         start, inside, before, after = start - before, 0, 0, inside + before + after
-    if SPLIT_KEYS:  # shares count the blocks of both loops, so that they differ by one block at most
+    if SPLIT_KEYS and SPAN == 0:  # shares count the blocks of both loops, so that they differ by one block at most
         begin_part = (inside + before + after) * part // splits
         end_part = (inside + before + after) * (part + 1) // splits
 
@@ -257,77 +279,133 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for phase in tl.static_range(EDGE if ONE_LOOP else NEAR if FLAT else INSIDE, EDGE + 1 if EDGES else EDGE):
-        begin = 0
-        steps = near if phase == NEAR else inside - near if phase == INSIDE else before + after
+    total_max, total_sum, total_o = row_max, row_sum, acc_o
+    first_span, end_span = 0, 1
+    if SPAN > 0:
+        if MASK == TILES:
+            start, after, before, inside = 0, before, 0, 0
+            listed = after // (TILE // BLOCK_N)
+            end_span = tl.cdiv(shape.seqlen_k, SPAN)
+        else:
+            first_span, end_span = (start - before) * BLOCK_N // SPAN, tl.cdiv((start + inside + after) * BLOCK_N, SPAN)
         if SPLIT_KEYS:
-            earlier = 0 if phase == NEAR else near if phase == INSIDE else inside
-            begin = tl.minimum(tl.maximum(begin_part - earlier, 0), steps)
-            steps = tl.minimum(tl.maximum(end_part - earlier, 0), steps)
-        for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == EDGE else STAGES):
-            IS_FLAT: tl.constexpr = FLAT and phase == INSIDE
-            block = step
-            if FLAT and phase != EDGE:
-                block = block_of_run(step, flat, IS_FLAT)
-            place = block_at(block, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
-            keys = place + tl.arange(0, BLOCK_N)
-            if MASK == KEYS:
-                keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
-            if not IS_FLAT:
-                window = values_of_tile(
-                    bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
-                )
-            k_pieces = load_key_pieces(
-                k, table, layout, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
-                dims, shape.head_dim, SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == EDGE, PAD_D, PRECISION, 0,
-            )  # fmt: skip
-            s = product_of_rows(q_pieces, k_pieces, PRECISION)
-            s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
-            MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == EDGE
-            if MAKES_SCORES and not IS_FLAT:
-                s = add_bias(
-                    s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + at.bias_row, place, rows,
-                    keys, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
+            first_span, end_span = tl.maximum(first_span, part), tl.minimum(end_span, part + 1)
+    FIRST_PHASE: tl.constexpr = EDGE if ONE_LOOP else NEAR if FLAT or (SPAN > 0 and LEFT) else INSIDE
+    for span in range(first_span, end_span):  # one turn, which the compiler removes, without spans
+        if SPAN > 0:
+            low, high = span * (SPAN // BLOCK_N), (span + 1) * (SPAN // BLOCK_N)
+            if MASK == TILES:
+                low, high = 0, after
+                if shape.seqlen_k > SPAN:
+                    low = places_before(walk, listed, span * (SPAN // TILE)) * (TILE // BLOCK_N)
+                    high = places_before(walk, listed, (span + 1) * (SPAN // TILE)) * (TILE // BLOCK_N)
+            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for phase in tl.static_range(FIRST_PHASE, EDGE + 1 if EDGES else EDGE):
+            begin = 0
+            steps = near if phase == NEAR else inside - near if phase == INSIDE else before + after
+            if SPAN > 0:
+                begin, steps = blocks_in_order(phase, low, high, start, inside, before, after)
+            elif SPLIT_KEYS:
+                earlier = 0 if phase == NEAR else near if phase == INSIDE else inside
+                begin = tl.minimum(tl.maximum(begin_part - earlier, 0), steps)
+                steps = tl.minimum(tl.maximum(end_part - earlier, 0), steps)
+            for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == EDGE else STAGES):
+                IS_EDGE: tl.constexpr = phase == EDGE or (SPAN > 0 and phase == NEAR)
+                IS_FLAT: tl.constexpr = FLAT and phase == INSIDE
+                block = step
+                if FLAT and phase != EDGE:
+                    block = block_of_run(step, flat, IS_FLAT)
+                if SPAN > 0 and MASK != TILES:
+                    place = tl.multiple_of(step * BLOCK_N, BLOCK_N)
+                else:
+                    place = block_at(block, walk, start, inside, before, phase == EDGE, MASK, BLOCK_N)
+                keys = place + tl.arange(0, BLOCK_N)
+                if MASK == KEYS:
+                    keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+                if not IS_FLAT:
+                    window = values_of_tile(
+                        bias_head, bias_strides, first, place, shape, extent, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+                    )
+                k_pieces = load_key_pieces(
+                    k, table, layout, k_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                    dims, shape.head_dim, SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, IS_EDGE, PAD_D, PRECISION, 0,
                 )  # fmt: skip
-            if phase == EDGE:
-                s = masked_scores(
-                    s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys, shape,
-                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
+                s = product_of_rows(q_pieces, k_pieces, PRECISION)
+                s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
+                # With spans products are masked, not scores, so that blocks inside and at an edge round alike.
+                MAKES_SCORES: tl.constexpr = BIASED or (SPAN == 0 and (SOFTCAP or phase == EDGE))
+                if MAKES_SCORES and not IS_FLAT:
+                    s = add_bias(
+                        s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + at.bias_row, place,
+                        rows, keys, shape, extent, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
+                    )  # fmt: skip
+                if IS_EDGE:
+                    s = masked_scores(
+                        s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys,
+                        shape, BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
+                    )  # fmt: skip
+                # Triton would choose the layout of a tile, and with it the order of a sum, by how these are loaded.
+                ON_CORES: tl.constexpr = PRECISION == "ieee" and q_tile.dtype == tl.float32
+                IN_ANY_ORDER: tl.constexpr = SPAN > 0 and (BIASED or MASK != BAND or ON_CORES)
+                if IS_FLAT:
+                    value = flat_value(step, flat)
+                    new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
+                    shift = (new_max - value) * LOG2E
+                    shift = tl.where(shift == float("-inf"), LOWEST, shift)
+                    exponent = s * (factor * LOG2E) - shift[:, None]  # one fma
+                    p = tl.math.exp2(exponent)
+                    exponent = exponent * LN2
+                elif MAKES_SCORES:
+                    new_max = tl.maximum(row_max, tl.max(s, 1))
+                    exponent = s - new_max[:, None]
+                    p = exp_of(exponent, BIASED)
+                else:
+                    new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+                    if SPAN > 0:
+                        exponent = tl.fma(s, factor, -new_max[:, None])
+                    else:
+                        exponent = s * factor - new_max[:, None]  # one fma
+                    p = tl.math.exp2(exponent)
+                rescale = exp_of(row_max - new_max, BIASED)
+                if entropy is not None:
+                    spread = add_spread(spread, row_sum, row_max - new_max, rescale, p, exponent)
+                if IN_ANY_ORDER and BIASED:
+                    row_sum = tl.fma(row_sum, rescale, sum_in_any_order(p, exp_of(tl.max(s, 1) - new_max, True)))
+                elif IN_ANY_ORDER:
+                    largest_p = tl.math.exp2(tl.fma(tl.max(s, 1), factor, -new_max))
+                    row_sum = tl.fma(row_sum, rescale, sum_in_any_order(p, largest_p))
+                elif SPAN > 0:
+                    row_sum = tl.fma(row_sum, rescale, tl.sum(p, 1))
+                else:
+                    row_sum = row_sum * rescale + tl.sum(p, 1)
+                if DROPOUT:
+                    kept = is_kept(
+                        dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1
+                    )
+                    p = tl.where(kept, p, 0.0)
+                acc_o = acc_o * rescale[:, None]
+                v_pieces = load_key_pieces(
+                    v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
+                    dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, IS_EDGE, PAD_DV,
+                    PRECISION, column,
                 )  # fmt: skip
-            if IS_FLAT:
-                value = flat_value(step, flat)
-                new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
-                shift = (new_max - value) * LOG2E
-                shift = tl.where(shift == float("-inf"), LOWEST, shift)
-                exponent = s * (factor * LOG2E) - shift[:, None]  # one fma
-                p = tl.math.exp2(exponent)
-                exponent = exponent * LN2
-            elif MAKES_SCORES:
-                new_max = tl.maximum(row_max, tl.max(s, 1))
-                exponent = s - new_max[:, None]
-                p = exp_of(exponent, BIASED)
+                acc_o = add_product(acc_o, p, v_pieces, PRECISION)
+                row_max = new_max
+        if SPAN > 0:
+            if SPLIT_KEYS:
+                total_max, total_sum, total_o = row_max, row_sum, acc_o
             else:
-                new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-                exponent = s * factor - new_max[:, None]  # one fma
-                p = tl.math.exp2(exponent)
-            rescale = exp_of(row_max - new_max, BIASED)
-            if entropy is not None:
-                spread = add_spread(spread, row_sum, row_max - new_max, rescale, p, exponent)
-            row_sum = row_sum * rescale + tl.sum(p, 1)
-            if DROPOUT:
-                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
-                p = tl.where(kept, p, 0.0)
-            acc_o = acc_o * rescale[:, None]
-            v_pieces = load_key_pieces(
-                v, table, layout, v_strides, shape.batch, at.b_k, h_k, place, keys, shape.seqlen_k,
-                dims_v, shape.head_dim_v, SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == EDGE, PAD_DV,
-                PRECISION, column,
-            )  # fmt: skip
-            acc_o = add_product(acc_o, p, v_pieces, PRECISION)
-            row_max = new_max
+                total_max, total_sum, total_o = fold(total_max, total_sum, total_o, row_max, row_sum, acc_o, BIASED)
+    if SPAN > 0:
+        row_max, row_sum, acc_o = total_max, total_sum, total_o
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
-    great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
+    if SPAN > 0:
+        great, small, total = folded_log_sums(row_max, row_sum, BIASED)
+    else:
+        great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
     first_row = at.row_q
     if SPLIT_KEYS:
@@ -347,10 +425,16 @@ def forward_kernel(
         acc_o = acc_o * share[:, None]
         if entropy is not None:
             own_entropy = entropy_with_sink(own_entropy, great, small, logits.to(tl.float32), share)
-    tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    if SPAN > 0 and SPLIT_KEYS:
+        great, small = row_max, tl.zeros_like(row_max)
+    else:
+        acc_o = acc_o / total[:, None]
+    tl.store(out_rows, acc_o.to(out.dtype.element_ty), mask=stored)
     if COLUMN_PARTS > 1:
         row_ok = row_ok & (column == 0)  # one of them stores what all have
-    if largest is not None:
+    if SPAN > 0 and SPLIT_KEYS:
+        tl.store(largest + statistics + rows, row_sum, mask=row_ok)
+    elif largest is not None:
         tl.store(largest + statistics + rows, largest_of(row_max, row_sum, row_bias, BIAS), mask=row_ok)
     if entropy is not None:
         tl.store(entropy + statistics + rows, own_entropy, mask=row_ok)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import entropy_with_sink
-from .tile_ops import LEAST_EXPONENT, LN2, LOG2E, join_sink, split_lse, store_lse, unit_of
+from .scores import entropy_with_sink, fold, folded_log_sums
+from .tile_ops import LEAST_EXPONENT, LN2, LOG2E, LOWEST, join_sink, split_lse, store_lse, unit_of
 
 
 @triton.jit
@@ -99,4 +99,72 @@ def combine_kernel(
     if entropy is not None:
         tl.store(entropy + row, own_entropy)
     tl.store(out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total).to(out.dtype.element_ty), is_value)
+    store_lse(lse + row, great, small, None)
+
+
+@triton.jit
+def span_at(parts, tops, sums, part, splits, size, row, line, dims, width):
+    """Load the sums of one row in a span of its keys: (maximum, sum, values), as of no keys beyond the last span."""
+    there = part < splits
+    at = tl.cast(part, tl.int64) * size
+    is_value = there & (dims < width)[None, :]
+    values = tl.load(parts + ((at + line) * width)[:, None] + dims[None, :], mask=is_value, other=0.0)
+    top = tl.load(tops + at + row, mask=there, other=LOWEST)
+    return top, tl.load(sums + at + row, mask=there, other=0.0), values
+
+
+@triton.jit
+def fold_kernel(
+    parts,
+    tops,
+    sums,
+    out,
+    lse,
+    sink,
+    shape,
+    splits,
+    num_rows,
+    sink_of_head,
+    sink_of_row,
+    BLOCK_DV: tl.constexpr,
+    BIASED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Fold the spans of one row of (B, Hq, Lq), in their order and as the forward kernel does, bit by bit.
+
+    parts is as for the combine kernel; tops and sums (splits, B, Hq, Lq) are in fp32. Four spans are loaded together,
+    because a loop over single ones would wait for each load.
+    """
+    row = tl.program_id(0) + tl.arange(0, 1)
+    h = row // shape.seqlen_q % shape.num_heads
+    line = row
+    if not HEADS_FIRST:
+        line = (row // (shape.num_heads * shape.seqlen_q) * shape.seqlen_q + row % shape.seqlen_q) * shape.num_heads + h
+    dims = tl.arange(0, BLOCK_DV)
+    width = shape.head_dim_v
+    size = tl.cast(num_rows, tl.int64)
+    total_max = tl.full([1], LOWEST, tl.float32)
+    total_sum = tl.zeros([1], tl.float32)
+    total = tl.zeros([1, BLOCK_DV], tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    for first in range(0, splits, 4):
+        a = span_at(parts, tops, sums, first, splits, size, row, line, dims, width)
+        b = span_at(parts, tops, sums, first + 1, splits, size, row, line, dims, width)
+        c = span_at(parts, tops, sums, first + 2, splits, size, row, line, dims, width)
+        d = span_at(parts, tops, sums, first + 3, splits, size, row, line, dims, width)
+        total_max, total_sum, total = fold(total_max, total_sum, total, a[0], a[1], a[2], BIASED)
+        total_max, total_sum, total = fold(total_max, total_sum, total, b[0], b[1], b[2], BIASED)
+        total_max, total_sum, total = fold(total_max, total_sum, total, c[0], c[1], c[2], BIASED)
+        total_max, total_sum, total = fold(total_max, total_sum, total, d[0], d[1], d[2], BIASED)
+    great, small, divisor = folded_log_sums(total_max, total_sum, BIASED)
+    if HAS_SINK:
+        logits = tl.load(sink + h * sink_of_head + row % shape.seqlen_q * sink_of_row)
+        great, small, share = join_sink(great, small, logits.to(tl.float32))
+        total = total * share[:, None]
+    total = total / divisor[:, None]
+    at = out + (tl.cast(line, tl.int64) * width)[:, None] + dims[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(dims < width)[None, :])
     store_lse(lse + row, great, small, None)

@@ -19,11 +19,15 @@ from .kernel_launch import on_device
 from .kernel_launch import run_on as run_on
 from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_backward, plan_key_sums
+from .plan_forward import SPAN as SPAN
 from .plan_forward import plan_forward
 from .plan_sequences import SequenceCall
 from .plan_short import plan_short_backward, plan_short_forward
 from .preferred_tiles import on_change
 from .short_calls import ShortCall
+
+# More keys than any call has.
+EVERY_LENGTH = 2**31
 
 
 def forward(x: Inputs, out: Tensor, lse: Tensor, *rows: Tensor, flags: Flags) -> None:
@@ -43,8 +47,12 @@ def forward_plan(call: Call) -> Callable[..., None]:
     """Plan the results of one class of calls: run(x, out, lse, *rows), `rows` as for `forward`."""
     if isinstance(call, plan_sequences.SequenceCall):
         return plan_sequences.plan_forward(call)
-    is_short = not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
+    is_short = _may_be_short(call) and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
+
+
+def _may_be_short(call: Call) -> bool:
+    return not (call.flags.outside or call.invariant)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
@@ -54,11 +62,13 @@ def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         return plan_key_sums(call, dout)
     if isinstance(call, plan_sequences.SequenceCall):
         plan = plan_sequences.plan_backward(call, dout, dlse, needs_grad)
-    elif not flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
+    elif _may_be_short(call) and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
     else:
         plan = plan_backward(call, dout, dlse, needs_grad)
-    if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
+    # By the window alone where a row must not depend on the number of keys.
+    seqlen_k = EVERY_LENGTH if call.invariant else call.shape.seqlen_k
+    if not needs_fp32_delta(call.q.dtype, seqlen_k, flags.window, needs_grad):
         return plan
     return lambda saved, *sent: plan(_with_out_in_fp32(saved, flags), *sent)
 

@@ -116,6 +116,7 @@ class Call:
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.allows_tf32 = flags.allows_tf32
+        self.invariant = flags.invariant
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
         self.packed: frozenset[str] = frozenset()  # which of q, k, v and dout kernels read as stored pieces
 
@@ -146,10 +147,14 @@ class Call:
     def has_few_rows(self) -> bool:
         """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
 
-        False for padded head dims of 256. False for masks of kept keys with more than two heads for each SM: larger
-        tiles gather such keys faster.
+        False for padded head dims of 256, and where all calls of a class have one tile (`invariant`). False for masks
+        of kept keys with more than two heads for each SM: larger tiles gather such keys faster.
         """
-        if self.shape.seqlen_q > MOST_FEW_ROWS or (max(self.block_d, self.block_dv) > 128 and not self.has_wide_heads):
+        if (
+            self.invariant
+            or self.shape.seqlen_q > MOST_FEW_ROWS
+            or (max(self.block_d, self.block_dv) > 128 and not self.has_wide_heads)
+        ):
             return False
         return self.mask_kind != KEYS.value or self._heads <= 2 * self.num_sms
 
@@ -169,8 +174,11 @@ class Call:
 
     @property
     def has_few_keys(self) -> bool:
-        """Return whether all keys lie in one tile, so that kernels take delta from p and dp."""
-        return self.shape.seqlen_k <= MOST_FEW_KEYS
+        """Return whether all keys lie in one tile, so that kernels take delta from p and dp.
+
+        False where a row must not depend on the keys that it does not see (`invariant`).
+        """
+        return self.shape.seqlen_k <= MOST_FEW_KEYS and not self.invariant
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
         """Return the number of tiles of queries of one head, and whether a program searches for its sequence."""
@@ -209,8 +217,10 @@ class Call:
         # A tree is a band except for the last keys.
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
-        kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
-        kinds |= {"precision": self.precision_of(kernel), "stored": bool(self.packed)}
+        # A bias of one query is per score and per key at once, so both have one tile where chunks have equal bits.
+        bias = TILE_BIAS.value if self.invariant and self.is_biased else self.bias_kind
+        kinds = {"mask": read, "bias": bias, "bias_tma": bias_tma, "few_rows": few}
+        kinds |= {"precision": self.precision_of(kernel), "stored": bool(self.packed), "may_prefer": not self.invariant}
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
         tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
@@ -271,7 +281,7 @@ class Call:
             "DROPOUT": self.has_dropout,
             "HEADS_FIRST": self.heads_first,
             "extent": self.extent,
-            "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind),
+            "FLAT": has_flat_blocks(self.bias_kind, self.mask_kind) and not self.invariant,
         }
 
     def packs_pieces(self, least: int) -> bool:
@@ -279,7 +289,7 @@ class Call:
 
         Not of sequences, whose rows lie in other ways. `least` is of queries and of keys.
         """
-        if self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
+        if self.invariant or self.flags.sequences is not None or self.precision not in ("bf16x3", "fp16x3"):
             return False
         seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
         is_long = min(seqlen_q, seqlen_k) >= least
@@ -339,6 +349,8 @@ class Call:
 
     def bias_tma(self) -> bool:
         bias = self.bias
+        if self.invariant:  # its tiles would depend on alignment
+            return False
         read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
         return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
 

@@ -35,6 +35,8 @@ from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
 MAX_PARTS_BYTES = 64 * 2**20
+# A sum over a batch is added up as on a GPU of so many SMs, where it must not depend on the GPU.
+SMS_OF_SUMS = 132
 # Rows of a program of the delta kernel; and of one that only converts lse to base 2.
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
 _GATHER_BLOCK = 32  # keys of a program that adds parts
@@ -55,25 +57,33 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         stored = per_score and bias.shape[:2] == (shape.batch, shape.num_heads)
         # dq may be a product of the stored ds. Not with a softcap, because ds is stored without its slope; and not if
         # ds is stored in another 16-bit dtype than q, k and v have.
-        product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
+        product = (
+            not call.invariant and stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
+        )
     delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
     has_ends = by_distance and call.bias_kind == CLAMPED.value
     by_query = by_distance and call.bias_kind == BANDED.value  # a rule refuses values that heads or entries share
     dbias_kind = (
         KEY_SUM if per_key else STORE if stored else ENDS if has_ends else BY_QUERY if by_query else NO_DBIAS
     ).value
-    pairs_of = keys_of = queries_of = product_of = None
+    pairs_of = keys_of = sums_of = queries_of = product_of = None
     needs_keys = need_k or need_v or per_key or stored or has_ends or by_query
     if call.has_wide_heads:  # a rule refuses the gradient of a bias by distance
         if need_q or needs_keys:
             pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
     else:
-        keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind) if needs_keys else None
+        # Where calls with sequences have to get the same bits, the sums of each query head have a launch of their own.
+        apart = call.invariant and per_key and shape.group > 1
+        if apart:
+            sums_of = plan_keys(call, dout, False, False, dbias_kind, shape.num_heads)
+            dbias_kind, needs_keys = NO_DBIAS.value, need_k or need_v
+        owners = num_heads_k if apart else None
+        keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind, owners) if needs_keys else None
         queries_of = plan_queries(call, dout) if need_q and not product else None
         product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
     diagonals_of = plan_diagonals(call, dout, bias) if by_distance and not by_query and bias is not None else None
-    reads_rows = any(each is not None for each in (keys_of, queries_of, bias_of, diagonals_of))
+    reads_rows = any(each is not None for each in (keys_of, sums_of, queries_of, bias_of, diagonals_of))
     pack = plan_pieces(call.precision, call.k, call.v, call.q, dout) if call.packed and reads_rows else None
     has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
@@ -93,6 +103,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
             dq, dk, dv, dbias = pairs_of(read, mask, read_sink, None, dropout)
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, read_sink, None, dropout, None, (k, v))
+        if sums_of is not None:
+            dbias = sums_of(read, mask, read_sink, None, dropout, None)[2]
         if queries_of is not None:
             dq = new_q(q)
             queries_of(read, mask, read_sink, None, dropout, dq)
@@ -222,7 +234,7 @@ def plan_keys(
     tiles, search = call.tiles_of_keys(tile.block_n)  # of one entry, or of all sequences
     entries = shape.batch if is_dense else 1
     blocks, grid_tiles = triton.cdiv(shape.seqlen_q, tile.block_m), tiles
-    if is_dense:
+    if is_dense and not call.invariant:
         # Sums of p run two programs to an SM, and a part of them is one number for each key.
         grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, (4 if sums_p else 1) * call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
@@ -267,6 +279,7 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         SEARCH=search,
         ONE_PASS=one_pass,
+        INVARIANT=call.invariant,
     )
     gather = None
     if adds_parts:
@@ -360,6 +373,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         WIDE=call.wide(call.k, call.v),
         EDGES=call.edges(call.shape.seqlen_k % tile.block_n),
         SEARCH=search,
+        INVARIANT=call.invariant,
     )
     return lambda read, mask, sink, bounds, dropout, dq: launch(*read, *read_of(mask), dq, sink, bounds, dropout)
 
@@ -413,8 +427,9 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     if packs_rows:
         tiles_m, search = call.tiles_of_queries(tile.block_m)
     tiles, owners = tiles_m * triton.cdiv(shape.seqlen_k, tile.block_n), bias.shape[0] * bias.shape[1]
+    num_sms = SMS_OF_SUMS if call.invariant else call.num_sms
     members = (1 if packs_rows else shape.batch) * shape.num_heads // owners
-    chunk, slots = chunks_of(members, tiles * owners, call.num_sms, most_slots(bias.numel()))
+    chunk, slots = chunks_of(members, tiles * owners, num_sms, most_slots(bias.numel()))
     launch = call.launch(
         backward_bias_kernel,
         tiles * owners * slots,

@@ -11,21 +11,25 @@ from torch import Tensor
 
 from flash_dmattn.problem.inputs import Inputs
 
-from .bias_forms import has_flat_blocks
+from .bias_forms import ROW_BIAS, has_flat_blocks
 from .forward import forward_kernel
-from .forward_combine import combine_kernel
+from .forward_combine import combine_kernel, fold_kernel
 from .kernel_launch import Launch, by_name
 from .plan import LEAST_TO_PACK, LEAST_TO_PACK_FORWARD, NO_ROWS, Call, num_kv_splits, read_of, rows_of_flags
 from .plan_packed import plan_pieces
-from .tile_ops import KEYS, TILES, Shape
+from .tile_ops import DENSE, KEYS, TILES, Shape
 from .tile_table import Tile
 
 # With few rows, a share of the keys has at least LEAST_BLOCKS blocks, and a head at most MOST_SHARES shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
 _LISTS = (KEYS.value, TILES.value)
+EDGES = (DENSE.value, TILES.value)  # in an ascending walk, all blocks of these masks are at an edge
 _NOWHERE = (None, None)  # bounds and page table of a call without sequences
 # The combine kernel: values of parts for each thread, most warps, and most values that a program loads at once.
 VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
+# Keys of a span, a number of whole tiles, and the most bytes of the sums of spans: docs/invariance.md. Another number
+# is another arithmetic: all calls of a release have one.
+SPAN, MAX_SPANS_BYTES = 2048, 2**28
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
@@ -46,6 +50,8 @@ def plan_forward(call: Call) -> Callable[..., None]:
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
     one_loop = few and edges and call.mask_kind != TILES.value
+    if call.invariant:
+        splits, one_loop = num_spans(call, programs, shape), call.mask_kind in EDGES
     launch = call.launch(
         forward_kernel,
         programs * splits * parts,
@@ -60,7 +66,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         PAGE=0,
         GROUPED=False,
         ONE_LOOP=one_loop,
-        FLAT=not one_loop and has_flat_blocks(call.bias_kind, call.mask_kind),
+        FLAT=not (one_loop or call.invariant) and has_flat_blocks(call.bias_kind, call.mask_kind),
     )
     return run_in_shares(call, launch, shape, splits)
 
@@ -72,7 +78,10 @@ def run_in_shares(
 
     Then it fills rows of no sequence.
     """
-    combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
+    combine, is_fold = None, call.invariant
+    if splits > 1:
+        plan = plan_fold if is_fold else plan_combine
+        combine = plan(call.values(), shape, splits, call.has_sink, call.overlaps)
     flags = call.flags
     pack = plan_pieces(call.precision, call.k, call.v) if call.packed else None
 
@@ -81,9 +90,14 @@ def run_in_shares(
         made: tuple[Any, ...] = (out, lse, x.sink)
         if combine is not None:
             made, own = (*empty_parts(splits, out, lse), None), parts_of_rows(splits, asked)
+        if combine is not None and is_fold:
+            tops, sums = torch.empty((2, splits, *lse.shape), dtype=torch.float32, device=out.device)
+            made, own = (made[0], tops, None), (sums, None)
         k, v = (x.k, x.v) if pack is None else pack(x.k, x.v)
         launch(x.q, k, v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout, *own)
-        if combine is not None:
+        if combine is not None and is_fold:
+            combine(*made[:2], own[0], out, lse, x.sink)
+        elif combine is not None:
             combine(*made[:2], *own, out, lse, *asked, x.sink)
         if fill is not None and x.sequences is not None:
             fill(out, lse, x.sequences.bounds)
@@ -109,7 +123,18 @@ def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
         "OVERLAP": call.overlaps and splits > 1,
         "COLUMN_PARTS": call.column_parts(tile),
         "BLOCK_DV": call.block_dv // call.column_parts(tile),
+        "SPAN": SPAN if call.invariant else 0,
     }
+
+
+def num_spans(call: Call, programs: int, shape: Shape) -> int:
+    """Return the spans of a call if each gets programs of its own, else 1; no bit depends on it.
+
+    `programs` counts the programs of all queries, `shape` has all rows.
+    """
+    spans = triton.cdiv(call.shape.seqlen_k, SPAN)
+    size = spans * shape.batch * shape.seqlen_q * shape.num_heads * (shape.head_dim_v + 2) * 4
+    return spans if programs < call.num_sms and size <= MAX_SPANS_BYTES else 1
 
 
 def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
@@ -140,6 +165,22 @@ def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bo
     )
     options = {"num_warps": num_warps, **({"launch_pdl": True} if overlaps else {})}
     return Launch(combine_kernel, rows, rest, options)
+
+
+def plan_fold(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
+    """Plan the kernel that folds spans of out, of this shape: run(parts, tops, sums, out, lse, sink)."""
+    rows = shape.batch * shape.num_heads * shape.seqlen_q
+    rest = by_name(
+        fold_kernel,
+        values,
+        shape=shape,
+        splits=splits,
+        num_rows=rows,
+        BIASED=values["BIAS"] > ROW_BIAS.value,
+        HAS_SINK=has_sink,
+        OVERLAP=overlaps,
+    )
+    return Launch(fold_kernel, rows, rest, {"num_warps": 1, **({"launch_pdl": True} if overlaps else {})})
 
 
 def parts_of_rows(splits: int, rows: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

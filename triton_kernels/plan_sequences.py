@@ -22,7 +22,7 @@ from .gpus import LIKE_HOPPER
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_bias, plan_delta, plan_keys, plan_queries
-from .plan_forward import forward_values, run_in_shares
+from .plan_forward import EDGES, forward_values, num_spans, run_in_shares
 from .plan_pairs import plan_pairs
 from .sequences import PACKED, PADDED, PAGED, PAGED_PACKED, SequenceLayout
 from .tile_ops import BiasStrides, MaskStrides
@@ -91,7 +91,7 @@ class SequenceCall(Call):
             *(int(packing == kind) for packing in packs for kind in ("queries", "keys")),
             pages=k.shape[0],
             table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
-            few_keys=MOST_FEW_KEYS,
+            few_keys=-1 if flags.invariant else MOST_FEW_KEYS,
             one_pass_keys=-1,
             dbias_rows=self.rows_q if flags.bias_packing == "queries" else spec.max_seqlen_q,
             dbias_keys=self.rows_k if flags.bias_packing == "keys" else spec.max_seqlen_k,
@@ -135,6 +135,8 @@ class SequenceCall(Call):
     @property
     def is_short(self) -> bool:
         """Return whether the average sequence is too short to fill a large tile."""
+        if self.invariant:  # mean lengths are of the batch
+            return False
         # By mean lengths: the upper bounds that the caller states must not change a result.
         mean_q = self.rows_q / (self.number if self.spec.packs_queries else 1)
         mean_k = self.rows_k / (self.number if self.spec.packs_keys else 1)
@@ -211,11 +213,15 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     most_rows = shape.seqlen_q * shape.group
     most_few = MOST_GROUP_ROWS_WIDE if call.has_wide_heads else MOST_GROUP_ROWS
     is_few = most_rows <= most_few and call.q.dtype != torch.float32
+    combined = shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q)
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
     # dropout: its random numbers go by tiles of queries of one head. Not a bias whose form has an extent, because
     # it goes by the positions of queries, and rows are no positions then.
+    if call.invariant:
+        is_few = is_few and most_rows <= tile.block_m
+        splits = num_spans(call, tiles * heads, combined)
     if is_few and call.spec.layout != "packed" and not call.has_dropout and call.extent is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch in LIKE_HOPPER and max(call.block_d, call.block_dv) <= 128
@@ -224,9 +230,12 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
             step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE
         if has_room:
             step = _FEW_ROWS_PAGED if call.spec.has_pages else _FEW_ROWS
-        tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
-        splits = _key_parts(call, tiles * heads)
+        if call.invariant:
+            splits = num_spans(call, tiles * heads, combined)
+        else:
+            tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
+            splits = _key_parts(call, tiles * heads)
     has_rows_of_heads = grouped and call.is_biased
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
@@ -242,10 +251,9 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
         SEARCH=search,
         PAGE=max(1, call.k.shape[1]) if call.spec.has_pages else 0,
         GROUPED=grouped,
-        ONE_LOOP=False,
+        ONE_LOOP=call.invariant and call.mask_kind in EDGES,
     )
     fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
-    combined = shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q)
     return run_in_shares(call, launch, combined, splits, fill)
 
 

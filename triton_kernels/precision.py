@@ -60,7 +60,9 @@ def problem_precision(p: AttentionProblem) -> str:
     allowed = p.flags.allows_tf32
     if p.mask_form == "lists":
         return unsplit_precision(p.dtype, p.arch, allowed)
-    few_rows = p.sequences is None and p.seqlen_q <= MOST_FEW_ROWS  # kernels of sequences have no such tile
+    few_rows = (
+        p.sequences is None and p.seqlen_q <= MOST_FEW_ROWS and not p.flags.invariant
+    )  # kernels of sequences have no such tile
     return select_precision(p.dtype, p.arch, max(p.head_dim, p.head_dim_v), few_rows, allowed)
 
 

@@ -47,9 +47,9 @@ def scaled(products, score_scale, softcap, SOFTCAP: tl.constexpr, BIASED: tl.con
 def masked_scores(
     s, data, strides, b, h, first_key, rows, keys, shape,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    AXIS: tl.constexpr, GROUPED: tl.constexpr,
+    AXIS: tl.constexpr, GROUPED: tl.constexpr, hidden=float("-inf"),
 ):  # fmt: skip
-    """Set scores of a tile to -inf where its mask or its band hides them.
+    """Set scores of a tile to -inf, or to `hidden`, where its mask or its band hides them.
 
     With GROUPED the rows belong to several heads, and `data` points to the first head of the mask.
     """
@@ -63,7 +63,50 @@ def masked_scores(
             allowed &= load_bools(data, strides, tl.expand_dims(rows, AXIS), tl.expand_dims(keys, 1 - AXIS), shape)
         elif MASK == TREE:
             allowed &= tree_allows(data, first_key, rows, keys, strides.row, shape, BLOCK_N)
-    return tl.where(allowed, s, float("-inf"))
+    return tl.where(allowed, s, hidden)
+
+
+@triton.jit
+def sum_in_any_order(p, largest):
+    """Sum probabilities of each row with one result for every order of the terms, and so for every layout of the tile.
+
+    Triton chooses the layout by what else is loaded, and a sum of floats depends on it. Here terms are integers: places
+    of 2^-24 of the power of two above `largest`, the largest p of the row in this tile. At most 128 of them fit.
+    """
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000
+    above = power.to(tl.float32, bitcast=True)
+    bits = (p + tl.expand_dims(above, 1)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    terms = bits - tl.expand_dims(power, 1)
+    total = tl.sum(terms, 1).to(tl.float32) * (above * 1.1920928955078125e-07)  # 2^-23
+    return tl.where(tl.max(terms, 1) > 0x01000000, float("nan"), total)  # some p is NaN
+
+
+@triton.jit
+def fold(total_max, total_sum, total, row_max, row_sum, part, BIASED: tl.constexpr):
+    """Add a span of the keys to the sums of rows: (maximum, sum, values), each rounded in the same way everywhere.
+
+    The first span gives its own numbers, and one without keys changes nothing.
+    """
+    new_max = tl.maximum(total_max, row_max)
+    own, others = exp_of(row_max - new_max, BIASED), exp_of(total_max - new_max, BIASED)
+    total = tl.fma(part, tl.expand_dims(own, 1), total * tl.expand_dims(others, 1))
+    return new_max, tl.fma(row_sum, own, total_sum * others), total
+
+
+@triton.jit
+def folded_log_sums(row_max, row_sum, BIASED: tl.constexpr):
+    """Return the results of `log_sums` of rows without a bias of one value per query.
+
+    No product is left that a compiler may join with a sum, or not, so that all kernels round alike.
+    """
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    small = tl.fma(tl.math.log2(total), LN2, 0.0)
+    if BIASED:
+        return tl.where(empty, float("-inf"), row_max), tl.where(empty, 0.0, small), total
+    else:
+        lse = tl.where(empty, float("-inf"), tl.fma(row_max, LN2, small))
+        return lse, tl.zeros_like(lse), total
 
 
 @triton.jit

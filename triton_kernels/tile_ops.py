@@ -431,6 +431,34 @@ def block_at(step, walk, start, inside, before, EDGE: tl.constexpr, MASK: tl.con
 
 
 @triton.jit
+def blocks_in_order(phase: tl.constexpr, low, high, start, inside, before, after):
+    """Return the blocks [begin, end) of a phase of an ascending walk that are in [low, high).
+
+    The walk is from `keys_of_queries`. NEAR has the blocks at its left edge, INSIDE the blocks without a mask check,
+    EDGE the rest; for a sorted list of tiles, EDGE has the places of the list.
+    """
+    begin, end = start - before, start
+    if phase == INSIDE:
+        begin, end = start, start + inside
+    if phase == EDGE:
+        begin, end = start + inside, start + inside + after
+    return tl.minimum(tl.maximum(begin, low), end), tl.maximum(tl.minimum(end, high), begin)
+
+
+@triton.jit
+def places_before(walk, count, tile):
+    """Return how many of the first `count` entries of a sorted list of tiles are less than a tile."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        is_less = tl.load(walk + 2 + middle) < tile
+        low = tl.where(is_less, middle + 1, low)
+        high = tl.where(is_less, high, middle)
+    return low
+
+
+@triton.jit
 def in_band(rows, keys, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Return whether keys are inside the tensors and the band of rows; the two broadcast against each other."""
     shift = shape.seqlen_k - shape.seqlen_q

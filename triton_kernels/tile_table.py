@@ -404,6 +404,7 @@ def tile_of(
     few_rows: Literal["narrow", "wide"] | None = None,
     precision: str = "ieee",
     stored: bool = False,
+    may_prefer: bool = True,
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
@@ -416,6 +417,7 @@ def tile_of(
         few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
         precision: see `precision.py`.
         stored: whether k and v, and q and dout, were split and stored before.
+        may_prefer: whether a profile may replace the tile of the table.
     """
     if kernel == "sums":
         if arch == "sm_90" and dtype != torch.float32:
@@ -439,6 +441,8 @@ def tile_of(
             return _row(_PIECES_SMALL[kernel], block_d)
         return _row((_PIECES_STORED if stored else _PIECES)[kernel], block_d)
     from_table = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
+    if not may_prefer:
+        return from_table
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
         return from_table
     has_bias = bias == TILE_BIAS.value

@@ -70,7 +70,7 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
 def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
     """Choose tiles, or a form of masks with one row for all queries; `gathers`: whether kernels load single keys."""
     p = problem
-    if p.mask is None or not p.mask.broadcast()[2]:
+    if p.mask is None or not p.mask.broadcast()[2] or p.flags.invariant:
         return MaskChoice("tiles")
     from ..masks.prepared import operators  # importing flash_dmattn does not need it
 
@@ -99,7 +99,7 @@ def packs_for_sequences(problem: AttentionProblem) -> bool:
     _, _, shares_queries, shares_keys = p.mask.broadcast()
     if shares_queries or shares_keys or p.arch.startswith("gfx"):
         return False
-    return p.seqlen_q > FEW_QUERIES and p.seqlen_k > FEW_KEYS
+    return p.flags.invariant or (p.seqlen_q > FEW_QUERIES and p.seqlen_k > FEW_KEYS)
 
 
 def view_of(

@@ -165,6 +165,8 @@ class Backend:
         wide_lse: whether the lse of calls with a bias is float64 between its passes. With a bias of -1e9, float32 has
             no digits left for the log of the sum; `attention` still returns float32. Where log(sum) would vanish even
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
+        is_invariant: whether it computes each row alone, or refuses the call, where `flags.invariant` of the problem is
+            set: see `flash_dmattn.config`. Backends without it refuse all such calls.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch; with the feature
             "entropy" also (problem, inputs, dout, dlse, dentropy). Without it auto uses eager, and calls that name the
@@ -195,6 +197,7 @@ class Backend:
         "this backend takes 1 or all"
     )
     wide_lse: bool = False
+    is_invariant: bool = False
     stores_dbias: bool = False
     differentiable_backward: Callable[..., Gradients] | None = None
     has_forward_ad: bool = False
@@ -218,6 +221,8 @@ class Backend:
 
     def accepts(self, problem: AttentionProblem, direction: Direction) -> bool:
         """Return whether it accepts one pass of a call: the fast form of `broken_rules`."""
+        if problem.flags.invariant and not self.is_invariant:
+            return False
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
         lacks = problem.features - self.features
@@ -232,6 +237,9 @@ class Backend:
 
     def broken_rules(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
         """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
+        if problem.flags.invariant and not self.is_invariant:
+            text = "config(invariant=True) is in force; here a row's bits depend on what else is in the batch"
+            return (Reason(self.name, "invariant", text, 'backend="triton" has the mode'),)
         lacks = problem.features - self.features
         if passes == ("backward",):
             lacks -= _FORWARD_ONLY

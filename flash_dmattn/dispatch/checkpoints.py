@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from ..definition import assume_constant
 from . import config
-from .config import Block, blocks, choice
+from .config import Block, blocks, choice, invariant
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -48,7 +48,7 @@ class _Recomputation:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.settings = blocks.now._replace(backend=choice(), entered=())
+        self.settings = blocks.now._replace(backend=choice(), entered=(), invariant=invariant())
 
     def __call__(self, *args: Any) -> Any:
         before = blocks.now

@@ -29,6 +29,7 @@ Rules = Literal["built-in", "profile"]
 BUILT_IN: tuple[str, ...] = get_args(BuiltInBackend)
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
+_SWITCHES = {"": False, "0": False, "1": True}
 
 # The default of an argument that may be left out. It is not None, because passing None is an error.
 _UNSET: Any = ...
@@ -109,8 +110,14 @@ def _refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
     for name in unknown:
         raise TypeError(
             f"{call}() got an unexpected keyword argument {name!r}; "
-            + needed(name, ("backend", "disabled", "fallback", "record"))
+            + needed(name, ("backend", "disabled", "fallback", "record", "invariant"))
         )
+
+
+def _check_switch(value: Any, source: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{source} is {value!r}; it needs to be True or False")
+    return value
 
 
 def _check_one_of(values: tuple[str, ...], value: Any, source: str) -> Any:
@@ -130,6 +137,7 @@ class _Process:
         self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
         # "built-in": on Hopper GPUs auto uses the speed rules of the backends. "profile": auto uses only the profile.
         self.rules: Rules = "built-in"
+        self.invariant: bool = False
         # The error of a variable: the import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
         self.environment_error: str | None = None
         try:
@@ -140,6 +148,10 @@ class _Process:
             for name, values in (("FALLBACK", _FALLBACKS), ("RULES", _RULES)):
                 value = os.environ.get(f"FLASH_DMATTN_{name}") or values[0]
                 setattr(self, name.lower(), _check_one_of(values, value, f"FLASH_DMATTN_{name}"))
+            invariant = os.environ.get("FLASH_DMATTN_INVARIANT", "").strip()
+            if invariant not in _SWITCHES:
+                raise ValueError(f"FLASH_DMATTN_INVARIANT is {invariant!r}; it needs to be '1' or '0'")
+            self.invariant = _SWITCHES[invariant]
             chosen = () if backend == "auto" else (backend,) if isinstance(backend, str) else backend
             for variable, names in (("FLASH_DMATTN_BACKEND", chosen), ("FLASH_DMATTN_DISABLE", self.disabled)):
                 for name in names:
@@ -162,6 +174,7 @@ class Blocks(NamedTuple):
         records: the list to which decisions are appended; None without one.
         parallel: the group and layout of `use_context_parallel`, for integrations; None without one.
         entered: the blocks, the innermost one last.
+        invariant: whether a row's bits depend on the row alone; None without a block that says so.
     """
 
     backend: BackendChoice | None = None
@@ -170,6 +183,7 @@ class Blocks(NamedTuple):
     records: list[Decision] | None = None
     parallel: object | None = None
     entered: tuple[Block, ...] = ()
+    invariant: bool | None = None
 
 
 _NO_BLOCKS = Blocks()
@@ -211,6 +225,12 @@ def fallback() -> Fallback:
     """Return the policy here for calls in which "auto" falls back to eager PyTorch on an accelerator."""
     policy = blocks.now.fallback
     return process.fallback if policy is None else policy
+
+
+def invariant() -> bool:
+    """Return whether a row's bits have to depend on the row alone: see `config`."""
+    setting = blocks.now.invariant
+    return process.invariant if setting is None else setting
 
 
 class Block:
@@ -268,6 +288,7 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
             now.records if change.records is None else change.records,
             now.parallel if change.parallel is None else change.parallel,
             entered,
+            now.invariant if change.invariant is None else change.invariant,
         )
     return now
 
@@ -290,6 +311,9 @@ class config(Block):
         fallback: the policy if on an accelerator "auto" has only eager PyTorch for a call, its tangents or its second
             derivative. "warn", the default, warns once per cause; "silent" does not report it; "error" raises
             `BackendUnsupportedError`.
+        invariant: True asks that out, lse and gradients of a row, or of a sequence, are the same bits whatever else is
+            in the batch: docs/invariance.md. It includes `deterministic=True`. Calls that no backend computes in this
+            way are refused.
         record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` there may
             be another number: one for all calls that `torch.vmap` maps, or two if tangents are computed after out.
 
@@ -317,6 +341,7 @@ class config(Block):
         disabled: str | tuple[str, ...] = (),
         fallback: Fallback = _UNSET,
         record: list[Decision] = _UNSET,
+        invariant: bool = _UNSET,
         **unknown: object,
     ) -> None:
         _refuse_unknown("config", unknown)
@@ -328,9 +353,12 @@ class config(Block):
                 _check_names(disabled),
                 None if fallback is _UNSET else _check_one_of(_FALLBACKS, fallback, "fallback"),
                 None if record is _UNSET else record,
+                invariant=None if invariant is _UNSET else _check_switch(invariant, "invariant"),
             )
         )
-        self._arguments: dict[str, Any] = dict(backend=backend, disabled=disabled, fallback=fallback, record=record)
+        self._arguments: dict[str, Any] = dict(
+            backend=backend, disabled=disabled, fallback=fallback, record=record, invariant=invariant
+        )
         self._is_waiting = True
 
     @staticmethod
@@ -340,6 +368,7 @@ class config(Block):
         disabled: str | tuple[str, ...] = _UNSET,
         fallback: Fallback = _UNSET,
         record: list[Decision] = _UNSET,
+        invariant: bool = _UNSET,
         **unknown: object,
     ) -> None:
         """Change the settings of the process. Settings of a `with` block take precedence.
@@ -351,6 +380,7 @@ class config(Block):
             disabled: all backends to switch off, a name or a tuple, () for none. It replaces FLASH_DMATTN_DISABLE.
             fallback: "warn", "silent" or "error", see `config`.
             record: refused with a TypeError, because only blocks record decisions.
+            invariant: as in `config`. It replaces FLASH_DMATTN_INVARIANT.
 
         >>> import flash_dmattn
         >>> flash_dmattn.config.set(backend="eager", disabled="flex")
@@ -359,7 +389,9 @@ class config(Block):
         _refuse_unknown("config.set", unknown)
         if record is not _UNSET:
             raise TypeError("config.set takes no record; it needs a block: with flash_dmattn.config(record=decisions)")
-        checked = config(backend=backend, disabled=() if disabled is _UNSET else disabled, fallback=fallback)
+        checked = config(
+            backend=backend, disabled=() if disabled is _UNSET else disabled, fallback=fallback, invariant=invariant
+        )
         checked._is_waiting = False
         if backend is not _UNSET:
             process.default_backend = backend
@@ -367,6 +399,8 @@ class config(Block):
             process.disabled = checked.change.disabled
         if fallback is not _UNSET:
             process.fallback = fallback
+        if invariant is not _UNSET:
+            process.invariant = invariant
 
     def __enter__(self) -> None:
         self._is_waiting = False
@@ -383,7 +417,8 @@ class config(Block):
 
     def __del__(self) -> None:
         if self._is_waiting:
-            arguments = zip(("backend", "disabled", "fallback", "record"), self.change)
+            names = ("backend", "disabled", "fallback", "records", "invariant")
+            arguments = [(name.removesuffix("s"), getattr(self.change, name)) for name in names]
             shown = ", ".join(f"{name}={value!r}" for name, value in arguments if value not in (None, ()))
             warnings.warn(
                 f"config({shown}) was never entered and changes nothing; it needs a `with` statement, and config.set "

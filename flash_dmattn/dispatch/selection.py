@@ -144,7 +144,8 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
 def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Backend:
     """Return the last resort of auto, for a feature that other backends lack; refuse if it is switched off."""
     backend = last_resort()
-    if backend.name in disabled() or getattr(backend, ability) is None:
+    is_barred = problem.flags.invariant and not backend.is_invariant
+    if is_barred or backend.name in disabled() or getattr(backend, ability) is None:
         reasons = reasons_against(backend, problem, ())
         lines = [f"{what} needs backend {backend.name!r}, which does not serve it here: {problem}"]
         lines += [f"  - {reason}" for reason in reasons]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends.protocol import Backend, Direction
 from ..biases import ByDistance, ListBias, Projected, check_covered, require_dense_bias, require_lists, split
 from ..caches import ClockCache
-from ..dispatch.config import BackendChoice, Decision, blocks, disabled
+from ..dispatch.config import BackendChoice, Decision, blocks, disabled, invariant
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
@@ -196,6 +196,8 @@ class Request(NamedTuple):
         """Check the arguments, and make the call of the group that gathers keys, without sending or computing."""
         check_layout(self.layout, size_and_rank(self.groups)[0])
         q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_tokens()))
+        if invariant():
+            raise ValueError("config(invariant=True) is in force; context_parallel_attention does not have the mode")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
         if isinstance(q, Tensor) and q.is_nested:
             raise ValueError(

@@ -134,6 +134,7 @@ class Flags(NamedTuple):
         sums: whether the backward pass is for `statistics`, and returns one gradient. Either that of v, where dout has
             one column, or for head h of a group of G heads column h of G and zeros in the others. Or that of a bias,
             where dout is 0.
+        invariant: whether a row's bits have to depend on the row alone: see `flash_dmattn.config`.
         sequences: their layout.
     """
 
@@ -158,6 +159,7 @@ class Flags(NamedTuple):
     max_scores: bool = False
     entropy: bool = False
     sums: bool = False
+    invariant: bool = False
     sequences: SequenceSpec | None = None
 
     @property
@@ -357,6 +359,7 @@ class AttentionProblem(NamedTuple):
             (self.has_window, f"window {self.window_size}"),
             (self.softcap > 0, f"softcap {self.softcap:g}"),
             (self.dropout_p > 0, f"dropout_p {self.dropout_p:g}"),
+            (self.flags.invariant, "invariant"),
             (self.deterministic, "deterministic"),
             (self.flags.allows_tf32, "TF32 allowed"),
             (self.return_lse, "return_lse"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from .._version import __version__
 from ..backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
-from ..dispatch.config import choice, disabled, fallback, process, similar
+from ..dispatch.config import choice, disabled, fallback, invariant, process, similar
 from . import require_torch
 
 Report = dict[str, Any]
@@ -27,6 +27,7 @@ OURS = (
     "FLASH_DMATTN_BACKEND",
     "FLASH_DMATTN_DISABLE",
     "FLASH_DMATTN_FALLBACK",
+    "FLASH_DMATTN_INVARIANT",
     "FLASH_DMATTN_PROFILE",
     "FLASH_DMATTN_RULES",
     "FLASH_DMATTN_BUILD_CUDA",
@@ -176,6 +177,7 @@ def _settings() -> Report:
         "default_backend": choice(),
         "disabled": list(disabled()),
         "fallback": fallback(),
+        "invariant": invariant(),
         "error": process.environment_error,
         "unknown": {name: similar(name.removeprefix(PREFIX), ends) for name in unknown},
     }
@@ -232,6 +234,7 @@ def render(report: Report, columns: int | None = None) -> str:
         ("default backend", default if isinstance(default, str) else f"{default[0]} forward, {default[1]} backward"),
         ("disabled", ", ".join(settings["disabled"]) or "none"),
         ("fallback", settings["fallback"]),
+        ("invariant", "on" if settings["invariant"] else "off"),
         *([("error", settings["error"])] if settings["error"] else []),
         *_spread("unknown", unknown),
         *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),

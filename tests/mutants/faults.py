@@ -46,6 +46,8 @@ _PROJECTED = "tests/test_projected.py::"
 _PROJECTED_CALLS = f"{_PROJECTED}test_random_calls_are_as_by_a_gather"
 _PROJECTED_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[kernels-15]"
 _STATISTICS = "tests/test_statistics.py::"
+_ROWS = "tests/test_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
+_PLANNED = "tests/test_invariance.py::test_nothing_around_a_row_decides_its_bits"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
 _LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
@@ -627,8 +629,8 @@ _PYTHON = (
     Fault(
         "forward mode runs on eager where it is switched off",
         "flash_dmattn/dispatch/selection.py",
-        "if backend.name in disabled() or getattr",
-        "if getattr",
+        "or backend.name in disabled() or getattr",
+        "or getattr",
         (_UNDER_TRANSFORMS,),
     ),
     Fault(
@@ -1056,6 +1058,62 @@ _PYTHON = (
 )
 
 _TRITON = (
+    Fault(
+        "invariant: spans begin where the keys of a tile do",
+        "triton_kernels/forward.py",
+        "low, high = span * (SPAN // BLOCK_N), (span + 1) * (SPAN // BLOCK_N)",
+        "low = start - before + span * (SPAN // BLOCK_N); high = low + SPAN // BLOCK_N",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: full tiles come before partial ones",
+        "flash_dmattn/backends/triton/key_order.py",
+        "torch.where(is_empty, tiles + number, tiles).sort(-1).values",
+        "torch.where(is_empty, tiles + number, tiles)",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: the last span of a row is not folded",
+        "triton_kernels/forward_combine.py",
+        "    there = part < splits\n",
+        "    there = part + 1 < splits\n",
+        (_ROWS,),
+    ),
+    Fault(
+        "invariant: Triton chooses the order of a sum beside a bias",
+        "triton_kernels/forward.py",
+        "SPAN > 0 and (BIASED or MASK != BAND or ON_CORES)",
+        "SPAN > 0 and ON_CORES",
+        ("tests/test_invariance.py::test_what_triton_makes_of_a_class_adds_up_in_one_order",),
+    ),
+    Fault(
+        "invariant: kernels of few keys take delta from p",
+        "triton_kernels/plan.py",
+        "self.shape.seqlen_k <= MOST_FEW_KEYS and not self.invariant",
+        "self.shape.seqlen_k <= MOST_FEW_KEYS",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: programs share the queries of few heads",
+        "triton_kernels/plan_backward.py",
+        "if is_dense and not call.invariant:",
+        "if is_dense:",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: the tile goes by the alignment of a bias",
+        "triton_kernels/plan.py",
+        "        if self.invariant:  # its tiles would depend on alignment",
+        "        if False:",
+        (_PLANNED,),
+    ),
+    Fault(
+        "invariant: a call has the plan of the mode before",
+        "flash_dmattn/call.py",
+        "            process.invariant,\n",
+        "",
+        ("tests/test_invariance.py::test_blocks_set_and_process_say_whether_the_mode_is_on",),
+    ),
     Fault(
         "triton: a launch that failed is tried again through Triton",
         "triton_kernels/kernel_launch.py",

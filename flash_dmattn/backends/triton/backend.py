@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...problem import AttentionProblem, dtype_name, sm_number
@@ -51,7 +53,53 @@ def _has_own_values(p: AttentionProblem) -> bool:
     return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 
+# Features that the kernels do not compute row by row: a name, and whether a call has it.
+_NOT_INVARIANT: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
+    ("dropout", lambda p: p.dropout_p > 0),
+    ("a bias by distance", lambda p: p.relative is not None),
+    ("lists", lambda p: p.mask_form == "lists"),
+    ("a tree", lambda p: p.mask_form == "tree"),
+    ("a prepared mask of keys", lambda p: p.mask_form in ("keys", "intervals")),
+    ("a bias of one value per query", lambda p: p.bias_class == "query"),
+    ("max_scores", lambda p: p.flags.max_scores),
+    ("entropy", lambda p: p.flags.entropy),
+    ("sums of probabilities", lambda p: p.flags.sums),
+    ("softmax_scale 0", lambda p: p.softmax_scale == 0),
+    ("head dims above 256", lambda p: max(p.head_dim, p.head_dim_v) > 256),
+)
+
+
+def _has_own_heads(p: AttentionProblem) -> bool:
+    return p.bias is not None and p.bias.shape[1] == p.num_heads
+
+
+def _not_invariant(p: AttentionProblem) -> str:
+    return ", ".join(name for name, is_used in _NOT_INVARIANT if is_used(p))
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "invariant",
+        lambda p: not p.flags.invariant or not any(is_used(p) for _, is_used in _NOT_INVARIANT),
+        lambda p: f"config(invariant=True) is in force and the call has {_not_invariant(p)}, which the mode lacks",
+        "leave the mode, or see docs/invariance.md for what it has",
+    ),
+    Rule(
+        "invariant_dbias",
+        lambda p: not (p.flags.invariant and p.needs_grad.bias and p.bias is not None) or _has_own_heads(p),
+        lambda p: (
+            f"config(invariant=True) is in force, the gradient of bias is needed, and its heads are fewer than "
+            f"{p.num_heads} query heads: sums over heads are taken in orders that go by the batch"
+        ),
+        "expand the heads of bias, or leave the mode",
+        ("backward",),
+    ),
+    Rule(
+        "invariant_tangents",
+        lambda p: not p.flags.invariant,
+        lambda p: "config(invariant=True) is in force, and the mode has no tangents",
+        passes=("tangents",),
+    ),
     Rule(
         "device",
         lambda p: p.device == "cuda",
@@ -206,8 +254,15 @@ def _products_note(p: AttentionProblem) -> tuple[str, ...]:
     return (f"multiplies in float32 {how}",)
 
 
+def _invariant_note(p: AttentionProblem) -> tuple[str, ...]:
+    if not p.flags.invariant:
+        return ()
+    keys = f"spans of {kernels().SPAN} keys in their order" if probe().usable else "spans of keys in their order"
+    return (f"is invariant: a row's bits depend on the row alone, by {keys} and one tile for each class of calls",)
+
+
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    return (*_notes_of_form(problem), *_products_note(problem))
+    return (*_invariant_note(problem), *_notes_of_form(problem), *_products_note(problem))
 
 
 def _notes_of_form(problem: AttentionProblem) -> tuple[str, ...]:
@@ -249,4 +304,5 @@ BACKEND = Backend(
     reads_as_arrived=reads_as_arrived,
     repeats_entries=True,
     wide_lse=True,
+    is_invariant=True,
 )

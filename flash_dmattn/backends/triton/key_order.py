@@ -31,6 +31,23 @@ def tiles_of_bounds(p: AttentionProblem, mask: MaskView, in_order: bool = True) 
     return MaskView("tiles", (walk.bounds.view(torch.int64).squeeze(-1), classes, walk.row_lists, walk.col_lists))
 
 
+def ascending(mask: MaskView) -> MaskView:
+    """Merge the full and the partial tiles of each list in one ascending list of partial tiles; empty ones stay last.
+
+    The order of a row's blocks then depends on no other row.
+    """
+    bits, classes, *lists = mask.tensors
+    return mask._replace(tensors=(bits, classes, *(_ascending(each) for each in lists)))
+
+
+def _ascending(lists: Tensor) -> Tensor:
+    count, tiles = lists[..., :2].sum(-1, keepdim=True, dtype=lists.dtype), lists[..., 2:]
+    number = tiles.shape[-1]
+    is_empty = torch.arange(number, device=lists.device) >= count
+    tiles = torch.where(is_empty, tiles + number, tiles).sort(-1).values
+    return torch.cat([torch.zeros_like(count), count, torch.where(is_empty, tiles - number, tiles)], -1)
+
+
 def _reads_classes(p: AttentionProblem) -> bool:
     # The gradients of a shared bias, of a bias by distance and of head dims above 256 need classes, which the mask does
     # not have.

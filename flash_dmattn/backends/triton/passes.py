@@ -26,7 +26,7 @@ from ...reference.entropy import SentEntropy, joined_gradients
 from ...reference.tangents import Tangents
 from ..protocol import Backward, Direction, Forward, ForwardTangents
 from . import lists
-from .key_order import Ordered, has_order, tiles_of_bounds
+from .key_order import Ordered, ascending, has_order, tiles_of_bounds
 
 # Calls up to these numbers of keys, and of (query, key) pairs in all heads, use a bool mask without packing it.
 FEW_KEYS, FEW_PAIRS = 1024, 2**21
@@ -46,7 +46,7 @@ def kernels() -> ModuleType:
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call runs the kernel of short rows, which supports a mask in any form."""
-    if p.relative is not None or (direction == "backward" and p.flags.sums):
+    if p.relative is not None or p.flags.invariant or (direction == "backward" and p.flags.sums):
         return False
     call = kernels().ShortCall.described(p)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
@@ -61,6 +61,8 @@ def has_group_rows(p: AttentionProblem) -> bool:
     """
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < GROUP_ROWS_FROM:
         return False
+    if p.flags.invariant and (p.mask is not None or p.bias is not None):
+        return False  # as rows of one tile they would have another form
     return p.flags.left < 0 and p.dropout_p == 0 and p.relative is None
 
 
@@ -85,7 +87,7 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass uses a bool mask without packing it; with sequences see `packs_for_sequences`."""
-    if p.sequences is not None:
+    if p.sequences is not None or p.flags.invariant:
         return False
     if direction == "tangents":
         return has_few_pairs(p)
@@ -122,6 +124,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
     groups = p.sequences is None and not short and has_group_rows(p) and _shares_keys_of_group(p)
+    merges = p.flags.invariant and p.mask_form in ("tiles", "sequence_tiles")
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on = launch.run_on
 
@@ -137,6 +140,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
                 launch.forward(ordered.inputs, *results, flags=ordered.flags)
                 return results
             x = x._replace(mask=tiles_of_bounds(p, x.mask))
+        if merges:
+            x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
         if groups and x.mask.dense is not None:
@@ -180,8 +185,9 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return differentiate_without_keys(p)
     launch, flags, arrival, needs_grad = kernels(), p.flags, p.arrival, p.needs_grad
     has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
+    merges = p.flags.invariant and p.mask_form in ("tiles", "sequence_tiles")
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, unit_rows = launch.run_on, launch.unit_rows
+    run_on, unit_rows, is_invariant = launch.run_on, launch.unit_rows, p.flags.invariant
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -211,10 +217,14 @@ def plan_backward(p: AttentionProblem) -> Backward:
                 dq, dk, dv, dbias, *dsink = launch.backward(saved, dout, dlse, ordered.flags, needs_grad, *sent)
                 return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *dsink
             x = x._replace(mask=tiles_of_bounds(p, x.mask))
+        if merges:
+            x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
         if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
             saved = Saved(x, out.contiguous(), lse.contiguous())
+        if is_invariant and not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
+            dout = dout.clone(memory_format=torch.contiguous_format)  # how it lies decides the order of a sum in delta
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
