@@ -82,6 +82,7 @@ def _with_element(self: language.block_type, scalar_ty: language.dtype) -> langu
 
 
 _NO_SIZES = _shape_of(())
+_SCALAR_SHAPE = _NO_SIZES[0]
 
 
 def _init_tensor(self: language.tensor, handle: Any, type: language.dtype) -> None:
@@ -139,8 +140,21 @@ _beside: dict[tuple[Any, ...], tuple[language.dtype, language.tensor, dict[int, 
 
 
 def _broadcast_others(self: TritonSemantic[Any], x: Any, y: Any) -> tuple[Any, Any]:
-    """Two tensors of one shape, which they mostly have, as they are."""
-    return (x, y) if x.shape is y.shape else _broadcast(self, x, y)
+    """Two tensors of one shape, which they mostly have, as they are; a scalar beside a tile as a view of its sizes."""
+    if x.shape is y.shape:
+        return x, y
+    if y.shape is _SCALAR_SHAPE and y.handle.data.size == 1:
+        return x, _tile_of(y, x.type)
+    if x.shape is _SCALAR_SHAPE and x.handle.data.size == 1:
+        return _tile_of(x, y.type), y
+    return _broadcast(self, x, y)
+
+
+def _tile_of(x: language.tensor, like: language.block_type) -> language.tensor:
+    """A scalar as a tile of the sizes of a type, without a copy: no operation writes into what it is given."""
+    data = np.asarray(x.handle.data, _known_dtype(x.handle.dtype))
+    tile = np.ndarray(like.shape.values, data.dtype, data, 0, (0,) * len(like.shape))
+    return language.tensor(interpreter.TensorHandle(tile, x.handle.dtype.scalar), like.with_element_ty(x.dtype))
 
 
 def _cast_others(self: TritonSemantic[Any], x: Any, dtype: Any, rounding: str | None = None) -> Any:
@@ -163,6 +177,8 @@ def _operands(
             return self.broadcast_impl_value(x, y)
         if type(y) in _NUMBERS and is_arithmetic:
             return _beside_number(self, x, y, False, divides)
+    elif x_may_point and type(x) is type(y) is language.tensor and x.dtype.is_ptr() and y.dtype.is_int():
+        return self.broadcast_impl_value(x, y)
     elif type(x) in _NUMBERS and is_arithmetic and type(y) is language.tensor and type(y.dtype) is language.dtype:
         return _beside_number(self, y, x, True, divides)[::-1]
     return _check_operands(self, x, y, x_may_point, y_may_point, is_arithmetic, divides)
@@ -183,7 +199,6 @@ def _beside_number(
     if x.shape is not number.shape:
         if id(x.shape) not in tiles:  # `_shapes` keeps it
             tiles[id(x.shape)] = _broadcast(self, x, number)[1]
-            tiles[id(x.shape)].handle.data.flags.writeable = False
         number = tiles[id(x.shape)]
     return x, number
 
