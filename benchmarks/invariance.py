@@ -24,7 +24,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 
 from . import machine
-from .timing import Runner, gradients, measure
+from .timing import Runner, gradients, leave_default_stream, measure
 
 WAYS = ("auto", "triton", "mode")
 
@@ -112,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rep-ms", type=float, default=300.0, help="milliseconds of runs of each way")
     chosen = parser.parse_args(arguments)
     device, failed = torch.device("cuda"), False
+    leave_default_stream(device)
     print(machine.line(machine.describe(device)))
     print("| call | auto ms | triton ms | mode ms | of auto | goal | of triton |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

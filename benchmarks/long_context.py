@@ -28,7 +28,7 @@ from flash_dmattn.masks.prepared.storage import IntervalMask
 
 from .files import write_whole
 from .report.plots import STYLES
-from .timing import Runner, gradients, measure
+from .timing import Runner, gradients, leave_default_stream, measure
 
 Row = dict[str, Any]
 
@@ -247,6 +247,7 @@ def main() -> int:
         print("long_context: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
     device = torch.device("cuda")
+    leave_default_stream(device)
     rows: list[Row] = []
     content = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     wanted: dict[int, list[Tensor]] = {}

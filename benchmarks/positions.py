@@ -31,7 +31,7 @@ from flash_dmattn.biases import Projected
 from flash_dmattn.reference import positions as reference
 
 from . import machine
-from .timing import Runner, measure
+from .timing import Runner, leave_default_stream, measure
 
 
 class Sizes(NamedTuple):
@@ -206,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    leave_default_stream(device)
     print(machine.line(machine.describe(device)))
     chosen = {name: CALLS[name] for name in args.calls}
     if args.quick:

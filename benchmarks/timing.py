@@ -59,6 +59,15 @@ def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tens
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
+def leave_default_stream(device: torch.device) -> None:
+    """Make another stream the current one: the default stream cannot be captured, and an attempt harms its generator.
+
+    Tensors of the runs have to be made behind it, because autograd binds leaves to the stream of their first use.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least: int, most: int) -> None:
     """Time runs in turns, each repetition apart.
 
@@ -67,10 +76,12 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
 
     Args:
         runners: the runs to time. An exception ends the runs of its runner, and is stored there.
-        device: the device of the runs.
+        device: the device of the runs. Its current stream may not be the default one: see `leave_default_stream`.
         rep_ms: the approximate time for all runs of a runner, in milliseconds.
         least, most: limits of the number of runs; less than `least` where those would take a second or more.
     """
+    if device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        raise RuntimeError("the default stream is in use; it needs to be another one: leave_default_stream(device)")
     stopwatch = Stopwatch(device)
     for runner in runners:
         _attempt(runner, lambda runner=runner: _warm_up(runner, stopwatch))  # type: ignore[misc]

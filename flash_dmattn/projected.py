@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 # this size.
 WORKSPACE_BYTES = 256 * 2**20
 _PITCH = 16  # elements; a row of scores has a multiple of them
-_ROWS = 128  # queries of most tiles of a pass
 
 
 class _Leaves(NamedTuple):
@@ -325,20 +324,7 @@ def _entries_of(x: _Leaves, terms: tuple[_Term, ...]) -> int:
     if x.q.numel() == 0 or x.k.numel() == 0:
         return batch
     most = max(1, WORKSPACE_BYTES // _bytes_of_entry(x.q, x.k, terms, x.terms))
-    fewest = -(-batch // most)
-    if fewest == 1 or not (x.q.is_cuda and torch.cuda.is_available()):
-        return -(-batch // fewest)
-    # A pass takes as long as its waves of tiles. Twice as many parts may fill them better.
-    tiles = x.q.shape[2] * -(-x.q.shape[1] // _ROWS)
-    sms = torch.cuda.get_device_properties(x.q.device).multi_processor_count
-    sizes = {-(-batch // parts) for parts in range(fewest, min(2 * fewest, batch) + 1)}
-    return min(sizes, key=lambda size: (_waves(batch, size, tiles, sms), -size))
-
-
-def _waves(batch: int, size: int, tiles: int, sms: int) -> int:
-    """Count the waves of tiles of all parts of a batch, of which each has `size` entries and the last the rest."""
-    whole, rest = divmod(batch, size)
-    return whole * -(-size * tiles // sms) + -(-rest * tiles // sms)
+    return -(-batch // -(-batch // most))
 
 
 def _bytes_of_entry(q: Tensor, k: Tensor, terms: tuple[_Term, ...], factors: list[tuple[Tensor, Tensor]]) -> int:

@@ -46,6 +46,7 @@ from .problem import (
     unpacked_spec,
 )
 from .problem.inputs import Inputs, in_rows
+from .reference.positions import AUTOCAST_DEVICES
 from .sequences.padding import Jagged
 
 if TYPE_CHECKING:
@@ -53,10 +54,6 @@ if TYPE_CHECKING:
     from .masks.prepared.storage import BatchMask, SequenceTileMask
 
     Mask = Tensor | PreparedMask | None
-
-
-# torch.is_autocast_enabled raises for device types without autocast, so they are filtered here, once.
-AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from .distances import Distances, by_distance, dense, distance_sums, fold_distances
 
+# torch.is_autocast_enabled raises for device types without autocast, so they are filtered here, once: torch 2.11 cannot
+# trace the question.
+AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
+
 
 def rows_of_call(table: Tensor, zero: int, clamps: bool, seqlen_q: int, seqlen_k: int, by_keys: bool) -> Tensor:
     """Return the row of each distance of a call, (Ht, Lq + Lk - 1, P); differentiable.
@@ -110,7 +114,7 @@ def _for_heads(rows: Tensor, heads: int) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Turn autocast off on the device of a tensor: products of fp32 would be rounded to 16 bits."""
     kind = x.device.type
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_on = kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 

@@ -628,11 +628,6 @@ def test_the_kernels_on_a_gpu(dtype: torch.dtype) -> None:
             assert_products(shape, by_keys, dtype, device="cuda")
 
 
-def test_parts_fill_the_waves_of_a_gpu() -> None:
-    """16 entries of 96 tiles, of which 132 run at once: 5 + 5 + 3 waves, or 4 times 3."""
-    assert [projected._waves(16, size, 96, 132) for size in (6, 4, 16)] == [13, 12, 12]
-
-
 @on_gpu
 def test_a_great_call_on_a_gpu_needs_no_tensor_of_all_scores() -> None:
     q, k, v = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import attention
 from ..masks.split import Empty, Rest, separate
-from ..validation import AUTOCAST_DEVICES
+from ..reference.positions import AUTOCAST_DEVICES
 
 __all__ = ["attend"]
 
