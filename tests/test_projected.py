@@ -609,7 +609,7 @@ def test_random_calls_on_a_gpu(dim: int, dtype: torch.dtype, monkeypatch: pytest
             named: dict[str, Any] = {**options, "backend": backend, "deterministic": True, "return_lse": True}
             try:
                 results = attention(q, k, v, mask, bias, **named)
-            except flash_dmattn.BackendUnsupportedError:
+            except flash_dmattn.BackendError:  # also of a build without the dtype
                 continue
             assert_accurate(case, results)
             served.append(backend)
