@@ -113,7 +113,7 @@ def key_sums(
     columns = num_heads // max(num_heads_k, 1) if heads == "q" else 1
     call = _prepare(q, k, mask, bias, sink, sequences, flags, columns)
     # The kernels of lists take dout in the dtype of q.
-    dtype = q.dtype if getattr(mask, "form", None) == "lists" else lse.dtype
+    dtype = call.q.dtype if getattr(mask, "form", None) == "lists" else lse.dtype
     sums = _weighted_columns(call, backend, lse, weights, columns, dtype).reshape(shape)
     if pages and q.dim() == 3:
         assert sequences is not None and sequences.max_seqlen_k is not None
@@ -372,8 +372,8 @@ def _weighted_columns(
         weights = weights / scale
     dout = _rows_of(call, weights).to(dtype).mT.unsqueeze(-1)
     if columns > 1:
-        one_hot = torch.eye(columns, dtype=dtype, device=dout.device)
-        dout = dout * one_hot.repeat(num_heads // columns, 1)
+        is_own = torch.eye(columns, dtype=torch.bool, device=dout.device).repeat(num_heads // columns, 1)
+        dout = torch.where(is_own, dout, 0.0)  # a product with 0 would give inf and NaN to the other heads
     dv = differentiate_call(call, backend, _rows_of(call, lse), dout, None, NeedsGrad(v=True))[2]
     assert dv is not None
     return dv.to(lse.dtype).movedim(-3, -1) * scale

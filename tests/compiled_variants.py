@@ -63,6 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Sums of p of each key.
     **{f"{d} sums": {"head_dim": d, "is_causal": True, "key_sums": True} for d in (64, 128, 256, 512)},
     "256 sums, tiles": {"head_dim": 256, "mask": "tiles", "key_sums": True},
+    "256 sums, full": {"head_dim": 256, **FORMS["full"], "key_sums": True},
+    "256 sums, fp32 bias": {"head_dim": 256, "bias": FULL, "bias_dtype": torch.float32, "key_sums": True},
     **{f"128 sums, {form}": {"head_dim": 128, **FORMS[form], "key_sums": True} for form in ("full", "tiles", "keys")},
     "64 fp16, fp32 bias": {"head_dim": 64, "dtype": torch.float16, "bias": FULL, "bias_dtype": torch.float32},
     # Few queries: keys in shares. Few keys: queries in shares.

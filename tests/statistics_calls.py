@@ -284,6 +284,15 @@ def on_triton() -> int:
         s, _ = formula.scores(x.q.double(), x.k.double(), mask.dense(), None, False, 8**-0.5, 0.0, None)
         compare(sums, formula.softmax(s)[0].sum((2, 3)), dtype, True)
 
+    def check_lists_under_autocast() -> None:
+        q, k = torch.randn(1, 6, 8, 16, device=DEVICE), torch.randn(1, 40, 1, 16, device=DEVICE)
+        lists = PreparedMask.from_lists(torch.rand(6, 40, device=DEVICE).argsort(-1)[:, :36], seqlen_k=40)
+        with torch.autocast(DEVICE, torch.float16):
+            _, lse = attention(q, k, k, lists, return_lse=True, backend="triton")
+            sums = statistics.key_sums(q, k, lse, lists, backend="triton")
+        s, _ = formula.scores(q.half().double(), k.half().double(), lists.dense(), None, False, 0.25, 0.0, None)
+        compare(sums, formula.softmax(s)[0].sum((2, 3)), torch.float16, True)
+
     def compare(sums: Tensor, wanted: Tensor, dtype: torch.dtype, is_rounded: bool) -> None:
         # Results are in fp32, or rounded as a gradient of v is.
         limit = torch.finfo(dtype).eps if is_rounded else limits_of(torch.float32)[1] * 10
@@ -295,7 +304,7 @@ def on_triton() -> int:
     # More keys than a tile holds with its sums of p and dp; and heads whose rows exceed shared memory.
     many = ({"number": 1}, {"number": 2, "block_q": 3}, {"number": 3, "block_k": 16}, {"number": 4, "dim": 264})
     checks += [partial(check_lists, torch.float16, places=36, **sizes) for sizes in many]
-    checks += [partial(check_lists_of_keys, torch.float16)]
+    checks += [partial(check_lists_of_keys, torch.float16), check_lists_under_autocast]
     for number in TRITON_CALLS:
         dtype = (torch.float32, torch.float16)[number % 2]
         shared: dict[str, Any] = {"backend": "triton", "dtype": dtype}

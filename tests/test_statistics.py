@@ -27,7 +27,11 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import BackendUnsupportedError, Sequences, attention, biases, statistics
+from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.dispatch.selection import select_pair
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import IndexScores, PreparedMask
+from flash_dmattn.problem import NeedsGrad, replaced
 
 CALLS, LIST_CALLS, SEQUENCE_CALLS = 70, 60, 50
 
@@ -127,6 +131,27 @@ def test_lists_of_latent_heads_run_on_triton() -> None:
         v = k[..., :width].clone().requires_grad_()
         explained = flash_dmattn.explain(q, k, v, lists, device="sm_90")
         assert (explained.forward, explained.backward) == ("triton", "triton")
+
+
+@pytest.mark.parametrize(("heads", "heads_k"), ((64, 8), (16, 1), (4, 4)))
+def test_sums_run_on_backends_that_say_so(heads: int, heads_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of v for each head of a group is as wide as values that cuda takes, but in fp32."""
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    described = {"kv_heads": heads_k, "head_dim_v": heads // heads_k, "return_lse": True, "grad": True}
+    problem = explain_problem((1, 4096, heads, 128), is_causal=True, device="sm_90", **described).problem
+    asked = replaced(problem, needs_grad=NeedsGrad(v=True), flags=replaced(problem.flags, sums=True))
+    chosen = select_pair(asked, "auto")
+    assert (chosen.forward.name, chosen.backward and chosen.backward.name) == ("triton", "triton")
+
+
+@pytest.mark.parametrize("value", (torch.inf, torch.nan))
+def test_a_weight_that_is_no_number_stays_in_its_head(value: float) -> None:
+    q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 8)
+    _, lse = attention(q, k, k, return_lse=True)
+    weights = torch.ones(1, 4, 5)
+    weights[0, 1, 2] = value
+    sums = statistics.key_sums(q, k, lse, weights=weights, heads="q")
+    assert sums[:, [0, 2, 3]].isfinite().all() and not sums[:, 1].isfinite().any()
 
 
 def test_list_sums_add_up_to_the_heads_of_a_list() -> None:
@@ -267,7 +292,7 @@ def test_on_triton() -> None:
     else:  # CUDA does not begin anew in a forked process
         script = Path(__file__).with_name("statistics_calls.py")
         said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
-    assert f"{9 + 2 * len(TRITON_CALLS)} passed, 0 failed" in said
+    assert f"{10 + 2 * len(TRITON_CALLS)} passed, 0 failed" in said
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -290,8 +315,8 @@ BAD_KEY_SUMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q nested": ({"q": torch.nested.nested_tensor([torch.zeros(2, 4, 8)] * 2)}, TypeError, "nested tensor"),
     "k of other heads": ({"k": torch.zeros(2, 7, 3, 8)}, ValueError, "heads of q need to be a multiple"),
     "a mask of numbers": ({"mask": torch.zeros(5, 7)}, TypeError, "mask has dtype float32"),
-    "the formula": ({"backend": "reference"}, BackendUnsupportedError, "no backward pass that starts from lse"),
-    "a kernel that refuses": ({"backend": "sdpa"}, BackendUnsupportedError, "head dims are 8 and 1"),
+    "the formula": ({"backend": "reference"}, BackendUnsupportedError, "the call sums probabilities"),
+    "a kernel that refuses": ({"backend": "sdpa"}, BackendUnsupportedError, "the call sums probabilities"),
 }  # fmt: skip
 BAD_LIST_SUMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no lists": ({"lists": torch.ones(5, 7) > 0}, TypeError, "lists is a Tensor; it needs"),

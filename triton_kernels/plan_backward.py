@@ -155,8 +155,12 @@ def plan_key_sums(call: Call, dout: Tensor) -> Callable[..., Gradients]:
 
 
 def _weights_of(dout: Tensor) -> Tensor:
-    """Return the weights (B, Hq, Lq) of queries, each in one column of dout beside zeros."""
-    return (dout[..., 0] if dout.shape[3] == 1 else dout.sum(3)).transpose(1, 2)
+    """Return the weights (B, Hq, Lq) of queries, each in the column of dout that its head has in the group."""
+    columns = dout.shape[3]
+    if columns == 1:
+        return dout[..., 0].transpose(1, 2)
+    own = torch.arange(dout.shape[2], device=dout.device) % columns
+    return dout.gather(3, own[:, None].expand(*dout.shape[:3], 1)).squeeze(3).transpose(1, 2)
 
 
 def plan_delta(

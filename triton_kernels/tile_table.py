@@ -59,6 +59,7 @@ _SM90 = {
 # The kernel of dk and dv where it only sums p of each key, so that its programs hold no sums of a head dim. Chosen by
 # register spills and bounds, and not timed: docs/notes/statistics.md.
 _SM90_SUMS = {128: Tile(64, 256, 8, 2, registers=128), 256: Tile(64, 256, 8, 2), 512: Tile(64, 128, 8, 1)}
+_SM90_SUMS_BIASED = Tile(64, 128, 8, 2)  # head dims of 129 to 256 beside a bias per score: 64x256 takes 256 KB
 _SM90_SUMS_TILES = {128: Tile(64, 128, 4, 2, registers=168), 256: Tile(64, 128, 8, 2)}
 _SUMS_WIDE, _GFX_SUMS_WIDE = Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)  # 80 and 64 KB
 # With a bias of one value per score.
@@ -427,6 +428,8 @@ def tile_of(
             if block_d > 256 or ((gathers or mask == BAND.value) and bias != BANDED.value):
                 # A bias of one value per score takes the shared memory of a second program, so no bound on registers.
                 wide = bias == TILE_BIAS.value and block_d > 64
+                if wide and 128 < block_d <= 256:
+                    return _SM90_SUMS_BIASED
                 return _row(_SM90_SUMS, max(block_d, 256) if wide else block_d)
         elif block_d > 256:
             return _GFX_SUMS_WIDE if arch.startswith("gfx") else _SUMS_WIDE

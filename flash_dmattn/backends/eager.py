@@ -144,6 +144,7 @@ BACKEND = Backend(
     mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=lambda problem, direction: True,
     repeats_entries=True,
+    sums_probabilities=True,
     differentiable_backward=_differentiable_backward,
     plan_tangents=_plan_tangents,
     plan_tangent_gradients=_plan_tangent_gradients,

@@ -167,6 +167,8 @@ class Backend:
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
         is_invariant: whether it computes each row alone, or refuses the call, where `flags.invariant` of the problem is
             set: see `flash_dmattn.config`. Backends without it refuse all such calls.
+        sums_probabilities: whether it takes calls of `statistics`, where `flags.sums` of the problem is set. v and dout
+            may then be in fp32 beside q in 16 bits. Backends without it refuse all such calls.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch; with the feature
             "entropy" also (problem, inputs, dout, dlse, dentropy). Without it auto uses eager, and calls that name the
@@ -198,6 +200,7 @@ class Backend:
     )
     wide_lse: bool = False
     is_invariant: bool = False
+    sums_probabilities: bool = False
     stores_dbias: bool = False
     differentiable_backward: Callable[..., Gradients] | None = None
     has_forward_ad: bool = False
@@ -221,7 +224,7 @@ class Backend:
 
     def accepts(self, problem: AttentionProblem, direction: Direction) -> bool:
         """Return whether it accepts one pass of a call: the fast form of `broken_rules`."""
-        if problem.flags.invariant and not self.is_invariant:
+        if (problem.flags.invariant and not self.is_invariant) or (problem.flags.sums and not self.sums_probabilities):
             return False
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
@@ -240,6 +243,9 @@ class Backend:
         if problem.flags.invariant and not self.is_invariant:
             text = "config(invariant=True) is in force; here a row's bits depend on what else is in the batch"
             return (Reason(self.name, "invariant", text, 'backend="triton" has the mode'),)
+        if problem.flags.sums and not self.sums_probabilities:
+            text = "the call sums probabilities, with values in fp32 beside q in 16 bits; this backend does not"
+            return (Reason(self.name, "sums", text, 'backend="triton" and "eager" do'),)
         lacks = problem.features - self.features
         if passes == ("backward",):
             lacks -= _FORWARD_ONLY

@@ -305,4 +305,5 @@ BACKEND = Backend(
     repeats_entries=True,
     wide_lse=True,
     is_invariant=True,
+    sums_probabilities=True,
 )
