@@ -23,7 +23,6 @@ from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import (
     BackendError,
-    BackendUnavailableError,
     choice_in_force,
     choose,
     falls_back,
@@ -417,7 +416,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         is_differentiable = selection.forward.has_forward_ad
         try:
             tangents = (selection.forward if is_differentiable else select_tangents(problem, selection.forward)).name
-        except BackendUnavailableError:
+        except BackendError:
             tangents = None
         if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)

@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import BackendUnsupportedError
+from flash_dmattn.dispatch import selection
 from flash_dmattn.dispatch.config import blocks, invariant, process
+from flash_dmattn.dispatch.profiles import NOT_RIGHT, Judgement
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceSpec, SequenceView
 
@@ -231,6 +234,40 @@ def test_what_is_computed_beside_the_kernels_is_refused() -> None:
             flash_dmattn.attention(X, X, X)
         with forward_ad.dual_level(), pytest.raises(BackendUnsupportedError, match=r"no backend accepts"):
             flash_dmattn.attention(forward_ad.make_dual(X, X), X, X)
+
+
+def described_in_the_mode(arch: str, **more: Any) -> Any:
+    with flash_dmattn.config(invariant=True):
+        return explain_problem((2, 4096, 16, 64), device=arch, **more)
+
+
+@pytest.mark.parametrize("requested", ("auto", "triton"))
+def test_derivatives_that_no_kernel_of_the_mode_has(requested: Any) -> None:
+    problem, kernels = described_in_the_mode("sm_90", grad=True).problem, BACKENDS["triton"]
+    for select in (
+        lambda: selection.select_tangents(problem, kernels),
+        lambda: selection.select_second_derivative(problem, kernels, requested),
+    ):
+        with pytest.raises(BackendUnsupportedError, match=r"config\(invariant=True\) is in force, and the mode has no"):
+            select()
+
+
+@pytest.mark.parametrize(("why", "runs"), (("measured: slower", True), (f"it {NOT_RIGHT}", False)))
+def test_speed_decides_nothing_where_one_backend_has_the_mode(why: str, runs: bool) -> None:
+    """A profile may say that kernels are slower than eager, which does not have the mode. Wrong kernels stay out."""
+    refused = (("triton", why, ("forward", "backward")),)
+    judged = Judgement(("sdpa", "flex", "triton"), refused, "measured")
+    with mock.patch.object(selection, "judgement", lambda problem: judged):
+        assert (described_in_the_mode("sm_80").error is None) == runs
+        assert described_in_the_mode("sm_80", backend="triton").error is None
+
+
+def test_a_profile_is_not_measured_in_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    from flash_dmattn.tools import calibrate, calibrate_tiles
+
+    with flash_dmattn.config(invariant=True):
+        assert calibrate.run("cpu", 1.0) == calibrate_tiles.run(0, 1.0) == 1
+    assert capsys.readouterr().err.count(calibrate.MODE) == 2
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch has no process groups here")

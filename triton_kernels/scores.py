@@ -71,7 +71,8 @@ def sum_in_any_order(p, largest):
     """Sum probabilities of each row with one result for every order of the terms, and so for every layout of the tile.
 
     Triton chooses the layout by what else is loaded, and a sum of floats depends on it. Here terms are integers: places
-    of 2^-24 of the power of two above `largest`, the largest p of the row in this tile. At most 128 of them fit.
+    of 2^-23 of the power of two above `largest`, the largest p of the row in this tile. At most 128 of them fit.
+    Smaller p count as 0, which a sum of floats loses as well once it is as large.
     """
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000
     above = power.to(tl.float32, bitcast=True)

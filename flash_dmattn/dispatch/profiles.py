@@ -396,6 +396,7 @@ def arches_here() -> list[str]:
 
 Passes = tuple[Literal["forward", "backward"], ...]
 _BOTH: Passes = ("forward", "backward")
+NOT_RIGHT = "is not right there"  # in refusals for wrong results, not for slow ones
 
 
 def measured_on(arch: str) -> tuple[str, ...]:
@@ -476,7 +477,7 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
     refused: list[tuple[str, str, Passes]] = []
     for name in ("triton", "sdpa"):
         if failed[name]:
-            refused.append((name, f"measured on this GPU: {name} is not right there: {failed[name]}; {why}", _BOTH))
+            refused.append((name, f"measured on this GPU: {name} {NOT_RIGHT}: {failed[name]}; {why}", _BOTH))
         elif not beats(name, "eager"):
             refused.append((name, f"measured on this GPU: {why}", _BOTH))
     if failed["flex"]:
@@ -489,7 +490,7 @@ def _slower_passes(
 ) -> tuple[tuple[str, str, Passes], ...]:
     """Return the refusal of sdpa for the passes of a call on a CPU in which it is not faster than eager in all rows."""
     if failed:
-        return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
+        return (("sdpa", f"measured on this CPU: it {NOT_RIGHT}: {failed}; {why}", _BOTH),)
     pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
 
     def is_faster(ms: float | None, other: float | None) -> bool:

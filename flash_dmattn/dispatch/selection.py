@@ -18,7 +18,7 @@ from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
 from .config import BackendChoice, Decision, Fallback, blocks, check_choice, choice, disabled, fallback, process
-from .profiles import COMMAND, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
+from .profiles import COMMAND, NOT_RIGHT, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
 from .registry import BACKENDS, check_name, last_resort, works
 
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
@@ -122,7 +122,7 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
     """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort."""
     if tangents.plan_tangent_gradients is not None:
         return tangents
-    if choice_in_force(requested) != "auto":
+    if choice_in_force(requested) != "auto" and not problem.flags.invariant:
         raise NotImplementedError(
             f"backend {tangents.name!r}, which computed the tangents, has no gradients of them; detach the tangents of "
             'out and lse, or call attention(..., backend="eager"), which has them'
@@ -134,7 +134,7 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
     """Choose the backend of a second derivative: the one that computed the gradients, or for auto the last resort."""
     if backward.differentiable_backward is not None:
         return backward
-    if requested != "auto":
+    if requested != "auto" and not problem.flags.invariant:
         raise NotImplementedError(
             f'backend {backward.name!r} has no second derivative of attention; backend="eager" has one'
         )
@@ -143,9 +143,11 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
 
 def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Backend:
     """Return the last resort of auto, for a feature that other backends lack; refuse if it is switched off."""
+    if problem.flags.invariant:
+        text = f"config(invariant=True) is in force, and the mode has no kernel for {what}; leave the mode"
+        raise BackendUnsupportedError(f"{text}: {problem}", backend=triton.name)
     backend = last_resort()
-    is_barred = problem.flags.invariant and not backend.is_invariant
-    if is_barred or backend.name in disabled() or getattr(backend, ability) is None:
+    if backend.name in disabled() or getattr(backend, ability) is None:
         reasons = reasons_against(backend, problem, ())
         lines = [f"{what} needs backend {backend.name!r}, which does not serve it here: {problem}"]
         lines += [f"  - {reason}" for reason in reasons]
@@ -323,6 +325,10 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """Return the rules of auto for a backend: its built-in ones, or with a profile also the refusals of the profile."""
     name, rules = backend.name, backend.auto_rules
+    if problem.flags.invariant and backend.is_invariant:
+        # No other backend has the mode, so none is faster.
+        wrong = () if judged is None else [each for each in judged.refused if each[0] == name and NOT_RIGHT in each[1]]
+        return tuple(_refusal(*each) for each in wrong)
     if not goes_by_profile(problem):
         return rules
     if name == triton.name:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import BackendName, disabled, process
+from ..dispatch.config import BackendName, disabled, invariant, process
 from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
@@ -66,12 +66,18 @@ def instruments_on(device: torch.device, check: Callable[..., Any], measure: Cal
     return Instruments(check, measure, time.monotonic, torch.cuda.get_device_name(device), device_arch(device), driver)
 
 
+# Backends without the mode refuse, and tiles of it are no choice, so a profile of the mode would be wrong.
+MODE = "config(invariant=True) is in force; calibrate compares backends and tiles without it"
+
+
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the GPU of an index, or the CPU.
 
     Returns:
         1 if the device cannot be measured or the profile cannot be written, else 0.
     """
+    if invariant():
+        return fail(MODE)
     device = torch.device("cpu")
     if chosen != "cpu":
         gpu, why = device_of(chosen)

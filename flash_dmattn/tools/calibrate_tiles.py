@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import BackendName
+from ..dispatch.config import BackendName, invariant
 from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes, class_name
 from .calibrate import (
+    MODE,
     EventTimer,
     Instruments,
     Progress,
@@ -98,6 +99,8 @@ Verdicts = dict[Sizes, str]
 
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the tiles of the GPU of an index; return 1 if it cannot be measured or the profile not written."""
+    if invariant():
+        return fail(MODE)
     device, why = device_of(chosen)
     if device is None:
         return fail(why)
