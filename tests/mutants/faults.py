@@ -235,9 +235,37 @@ _PYTHON = (
     Fault(
         "heads of another group share a column",
         "flash_dmattn/statistics.py",
-        "one_hot.repeat(num_heads // columns, 1)",
-        "own.repeat_interleave(num_heads // columns, 0)",
+        ".repeat(num_heads // columns, 1)",
+        ".repeat_interleave(num_heads // columns, 0)",
         (f"{_STATISTICS}test_key_sums_of_random_calls[q]",),
+    ),
+    Fault(
+        "sums of probabilities go to backends that do not take them",
+        "flash_dmattn/backends/protocol.py",
+        "(problem.flags.sums and not self.sums_probabilities)",
+        "(problem.flags.sums and not self.name)",
+        (f"{_STATISTICS}test_sums_run_on_backends_that_say_so[64-8]",),
+    ),
+    Fault(
+        "a weight of inf reaches the other heads of a group",
+        "flash_dmattn/statistics.py",
+        "torch.where(is_own, dout, 0.0)",
+        "dout * is_own",
+        (f"{_STATISTICS}test_a_weight_that_is_no_number_stays_in_its_head[inf]",),
+    ),
+    Fault(
+        "a small row may be off beside inf in v, in fp32",
+        "tests/accuracy.py",
+        "torch.where(x.isfinite(), x, own)",
+        "x",
+        ("tests/test_accuracy.py::test_a_small_row_may_not_be_off_in_fp32[seen inf v]",),
+    ),
+    Fault(
+        "auto leaves out a slow kernel where no other has the mode",
+        "flash_dmattn/dispatch/selection.py",
+        "if problem.flags.invariant and backend.is_invariant:",
+        "if False:",
+        ("tests/test_invariance.py::test_speed_decides_nothing_where_one_backend_has_the_mode[measured: slower-True]",),
     ),
     Fault(
         "sums of many rows overflow float16",
@@ -629,8 +657,8 @@ _PYTHON = (
     Fault(
         "forward mode runs on eager where it is switched off",
         "flash_dmattn/dispatch/selection.py",
-        "or backend.name in disabled() or getattr",
-        "or getattr",
+        "if backend.name in disabled() or getattr",
+        "if getattr",
         (_UNDER_TRANSFORMS,),
     ),
     Fault(
@@ -671,8 +699,8 @@ _PYTHON = (
     Fault(
         "auto refuses a second derivative where the first ran on sdpa",
         "flash_dmattn/dispatch/selection.py",
-        '    if requested != "auto":',
-        "    if True:",
+        'if requested != "auto" and not problem.flags.invariant:',
+        "if True:",
         ("tests/test_autograd.py::test_auto_takes_the_second_derivative_of_eager",),
     ),
     Fault(
