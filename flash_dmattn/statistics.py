@@ -5,7 +5,7 @@ probability of each listed key, summed over heads: the teacher of a selector. `s
 
 Both sums are gradients of a call whose values are zeros. Where out has the gradient w, the gradient of v sums p * w
 over queries. Where lse has the gradient w, and out has none, the gradient of a score is p * w, and the gradient of a
-value for an entry of a list sums these over heads. So the backward passes of all backends compute both.
+value for an entry of a list sums these over heads. So the backward passes of triton and eager compute both.
 """
 
 from __future__ import annotations

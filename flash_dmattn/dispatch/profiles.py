@@ -396,7 +396,6 @@ def arches_here() -> list[str]:
 
 Passes = tuple[Literal["forward", "backward"], ...]
 _BOTH: Passes = ("forward", "backward")
-NOT_RIGHT = "is not right there"  # in refusals for wrong results, not for slow ones
 
 
 def measured_on(arch: str) -> tuple[str, ...]:
@@ -411,11 +410,13 @@ class Judgement(NamedTuple):
         order: triton, flex and sdpa, in the order in which auto asks them.
         refused: (backend, why, passes): auto does not use this backend for these passes.
         why: the figures.
+        wrong: backends of `refused` whose results were wrong; the others of them are slow.
     """
 
     order: tuple[str, ...]
     refused: tuple[tuple[str, str, Passes], ...]
     why: str
+    wrong: tuple[str, ...] = ()
 
 
 def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
@@ -477,12 +478,12 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
     refused: list[tuple[str, str, Passes]] = []
     for name in ("triton", "sdpa"):
         if failed[name]:
-            refused.append((name, f"measured on this GPU: {name} {NOT_RIGHT}: {failed[name]}; {why}", _BOTH))
+            refused.append((name, f"measured on this GPU: {name} is not right there: {failed[name]}; {why}", _BOTH))
         elif not beats(name, "eager"):
             refused.append((name, f"measured on this GPU: {why}", _BOTH))
     if failed["flex"]:
         refused.append(("flex", f"on this GPU it failed: {failed['flex']}", _BOTH))
-    return Judgement(tuple(order), tuple(refused), why)
+    return Judgement(tuple(order), tuple(refused), why, tuple(name for name in ("triton", "sdpa") if failed[name]))
 
 
 def _slower_passes(
@@ -490,7 +491,7 @@ def _slower_passes(
 ) -> tuple[tuple[str, str, Passes], ...]:
     """Return the refusal of sdpa for the passes of a call on a CPU in which it is not faster than eager in all rows."""
     if failed:
-        return (("sdpa", f"measured on this CPU: it {NOT_RIGHT}: {failed}; {why}", _BOTH),)
+        return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
     pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
 
     def is_faster(ms: float | None, other: float | None) -> bool:

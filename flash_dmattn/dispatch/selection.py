@@ -18,7 +18,7 @@ from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
 from .config import BackendChoice, Decision, Fallback, blocks, check_choice, choice, disabled, fallback, process
-from .profiles import COMMAND, NOT_RIGHT, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
+from .profiles import COMMAND, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
 from .registry import BACKENDS, check_name, last_resort, works
 
 ATTENTION, FORWARD_MODE, SECOND_DERIVATIVE = "attention", "a call in forward mode", "a second derivative"
@@ -325,10 +325,9 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """Return the rules of auto for a backend: its built-in ones, or with a profile also the refusals of the profile."""
     name, rules = backend.name, backend.auto_rules
-    if problem.flags.invariant and backend.is_invariant:
-        # No other backend has the mode, so none is faster.
-        wrong = () if judged is None else [each for each in judged.refused if each[0] == name and NOT_RIGHT in each[1]]
-        return tuple(_refusal(*each) for each in wrong)
+    is_alone = problem.flags.invariant and backend.is_invariant  # no other backend has the mode, so none is faster
+    if is_alone and (judged is None or name not in judged.wrong):
+        return ()
     if not goes_by_profile(problem):
         return rules
     if name == triton.name:
