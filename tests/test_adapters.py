@@ -354,6 +354,19 @@ def test_boltz(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> N
     assert list(cache) == ["z"]
 
 
+@DTYPES
+def test_protenix_triangles(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> None:
+    installed("protenix")
+    from protenix.model.triangular.triangular import TriangleAttention
+
+    _, mask = tokens_and_pairs(dtype)
+    layer = filled(TriangleAttention(32, 16, 4), dtype)
+    x, bound = torch.randn(2, 24, 24, 32, dtype=dtype), 1e-12 if dtype == torch.float64 else 1e-5
+    for chunk in (None, 16):
+        assert compare("protenix", lambda x, chunk=chunk: layer(x, mask, chunk_size=chunk), [x], layer) < bound
+        assert arrived[-1]["mask"] is not None and arrived[-1]["mask"].shape[-3:-1] == (1, 1)
+
+
 def test_protenix(arrived: list[dict[str, Tensor | None]]) -> None:
     installed("protenix")
     from protenix.model.modules import primitives

@@ -396,6 +396,39 @@ def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: ClockCache
     assert len(plans) == 2
 
 
+@pytest.mark.parametrize(
+    ("length", "strides", "copied"),
+    [
+        (1100, (0, 1, 2200, 2), True),  # a projection of pairs to heads, for every batch entry
+        (1100, (2 * 1100**2, 1, 2200, 2), True),
+        (1100, (0, 1, 0, 2), False),  # a value for each key
+        (1100, (0, 1100**2, 1100, 1), False),
+        (16, (0, 1, 32, 2), False),  # few scores
+    ],
+)
+def test_a_bias_whose_keys_are_apart_is_copied(
+    length: int, strides: tuple[int, ...], copied: bool, plans: ClockCache[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.backends.triton.backend import BACKEND
+    from flash_dmattn.triton_kernels import kernel_launch
+
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: launches.append(tensors))
+    q = torch.zeros(2, length, 2, 16, dtype=torch.bfloat16)
+    bias = torch.randn(2 * 2 * length**2).bfloat16().as_strided((2, 2, length, length), strides)
+    bias.requires_grad_()
+    out = attend(q, bias=bias)
+    forward = len(launches)
+    out.backward(torch.zeros_like(out))
+    notes = BACKEND.notes(flash_dmattn.explain(q, q, q, None, bias).problem)
+    assert ("copies bias, whose last stride is 2: the kernels read rows of unit stride" in notes) is copied
+    for passed in (launches[:forward], launches[forward:]):
+        biases = [t for tensors in passed for t in tensors if isinstance(t, Tensor) and t.shape[-2:] == bias.shape[-2:]]
+        read = [t for t in biases if torch.equal(t.expand(bias.shape), bias)]
+        assert read and all((t.data_ptr() == bias.data_ptr()) is not copied for t in read)
+        assert not copied or all(t.stride(-1) == 1 and (t.stride(0) == 0) is (strides[0] == 0) for t in read)
+
+
 def test_the_heads_of_a_group_are_written_to_out_itself(
     plans: ClockCache[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

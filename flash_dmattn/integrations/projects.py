@@ -59,7 +59,10 @@ PROJECTS = {
         "protenix",
         "protenix",
         "2.0.0",
-        {"protenix.model.modules.primitives:_attention": "5e4c70fe6cb8"},
+        {
+            "protenix.model.modules.primitives:_attention": "5e4c70fe6cb8",
+            "protenix.model.triangular.layers:_attention": "5ff017c2fe8e",
+        },
         ("tests/test_attention_pair_bias.py", "tests/test_diffusion_transformer.py"),
     ),
     "nemo": Project(

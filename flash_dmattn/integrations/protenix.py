@@ -1,4 +1,4 @@
-"""Protenix on flash_dmattn: all calls of its `_attention`, for tokens, triangles and windows of atoms."""
+"""Protenix on flash_dmattn: both of its `_attention`, for tokens and windows of atoms, and for triangles."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .patch import Patch
 __all__ = ["disable", "enable"]
 
 NAME = "protenix.model.modules.primitives:_attention"
+TRIANGLE = "protenix.model.triangular.layers:_attention"  # of `triangle_attention="torch"`
 
 
 def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
@@ -33,7 +34,11 @@ def _make(originals: dict[str, Any], empty: Empty) -> dict[str, Any]:
         # The tensor also has the bias of pairs, so the split always leaves a bias.
         return attend(q, k, v, masks=masks, scale=1.0, empty=empty, rest="keep", dtype=dtype)
 
-    return {NAME: attention}
+    def triangle(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
+        # The first one is a mask, inf * (mask - 1); the other one is for pairs.
+        return attend(query, key, value, biases[1:], masks=biases[:1], scale=1.0, empty=empty, rest="none")
+
+    return {NAME: attention, TRIANGLE: triangle}
 
 
 _patch = Patch("protenix", _make)

@@ -12,6 +12,7 @@ from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Probe, Rule
 from . import lists
 from .passes import (
+    copies_bias,
     has_few_pairs,
     is_short,
     kernels,
@@ -278,6 +279,8 @@ def _notes_of_form(problem: AttentionProblem) -> tuple[str, ...]:
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
+    if copies_bias(p) and p.bias is not None:
+        copies.append(f"copies bias, whose last stride is {p.bias.strides[3]}: the kernels read rows of unit stride")
     works = probe().usable
     short_forward, short_backward = works and is_short(p, "forward"), works and is_short(p, "backward")
     if works and not short_backward and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):

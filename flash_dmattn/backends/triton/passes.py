@@ -20,7 +20,7 @@ from ...gradients import (
     has_pairs,
     run_without_keys,
 )
-from ...problem import AttentionProblem, Gradients, MaskView, RowEntropy
+from ...problem import AttentionProblem, Gradients, MaskView, RowEntropy, collapse
 from ...problem.inputs import Inputs, Saved, result_in_rows
 from ...reference.entropy import SentEntropy, joined_gradients
 from ...reference.tangents import Tangents
@@ -115,6 +115,22 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
     return all(strides[3] == 1 or shape[3] == 1 for shape, strides in p.rows)
 
 
+def copies_bias(p: AttentionProblem) -> bool:
+    """Return whether passes copy a bias of one value per score because values of adjacent keys are apart in memory.
+
+    A projection of pairs to heads returns such a bias. Each value that a kernel loads from it takes a sector of memory,
+    in every pass and for every batch entry that shares it. Small calls take the time of a launch longer with a copy.
+    """
+    if p.bias is None or p.relative is not None or p.bias_class != "score" or p.bias.strides[3] == 1:
+        return False
+    return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k > FEW_PAIRS
+
+
+def _with_adjacent_keys(x: Inputs) -> Inputs:
+    assert x.bias is not None
+    return x._replace(bias=collapse(x.bias).contiguous().expand(x.bias.shape))
+
+
 def plan_forward(p: AttentionProblem) -> Forward:
     if p.mask_form == "lists":
         return lists.plan_forward(p)
@@ -126,7 +142,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     groups = p.sequences is None and not short and has_group_rows(p) and _shares_keys_of_group(p)
     merges = p.flags.invariant and p.mask_form in ("tiles", "sequence_tiles")
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on = launch.run_on
+    run_on, spread_bias = launch.run_on, copies_bias(p)
 
     def make_plan(x: Inputs) -> Callable[..., None]:
         plan: Callable[..., None] = launch.forward_plan(launch.planned_call(x.in_rows(arrival), flags, groups))
@@ -144,6 +160,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
             x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
+        if spread_bias:
+            x = _with_adjacent_keys(x)
         if groups and x.mask.dense is not None:
             x = x._replace(mask=launch.packed_for_group_rows(x.mask.dense, x.q, x.k, flags))
         key = (plan_token, x.q.get_device(), *_places(x))
@@ -188,6 +206,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     merges = p.flags.invariant and p.mask_form in ("tiles", "sequence_tiles")
     copies, plans, plan_token = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on, unit_rows, is_invariant = launch.run_on, launch.unit_rows, p.flags.invariant
+    spread_bias = copies_bias(p)
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -221,6 +240,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
             x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
+        if spread_bias:
+            x = _with_adjacent_keys(x)
         if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
             saved = Saved(x, out.contiguous(), lse.contiguous())
         if is_invariant and not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
