@@ -108,7 +108,7 @@ def load_bias(
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Load the (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
+    """Load the (queries, keys) tile of a bias of one value per score, in its own dtype; zero outside its edges."""
     if TMA:
         b_b, h_b = entry_of(b, strides), h // strides.group
         place = [(b_b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]

@@ -16,7 +16,7 @@ PADDED: tl.constexpr = tl.constexpr(2)
 PAGED: tl.constexpr = tl.constexpr(3)
 PAGED_PACKED: tl.constexpr = tl.constexpr(4)
 
-NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
+NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row after all
 
 
 class SequenceLayout(NamedTuple):
@@ -77,7 +77,7 @@ def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the sequence of a tile of rows, and the number of the tile in that sequence, which may be beyond its last.
+    """Find the sequence of a tile of rows, and the number of the tile in that sequence, which may be after its last.
 
     Without SEARCH each sequence has tiles for `most` rows. With SEARCH, for lengths that differ much, tiles are
     numbered along the packed tokens. The tiles of sequence s begin at number first // BLOCK + s, so that two sequences
@@ -128,7 +128,7 @@ def tiles_of_queries(most, layout, SEQUENCES: tl.constexpr, SEARCH: tl.constexpr
 def entry_of_tile(
     tile, head, bounds, most, shape, layout, SEQUENCES: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the entry, the tile of its queries, which may be beyond the last, and the head that a program computes.
+    """Return the entry, the tile of its queries, which may be after the last, and the head that a program computes.
 
     `tile` is one of `tiles_of_queries`. Without sequences `head` counts the heads of all entries.
     """
@@ -151,7 +151,7 @@ def bounds_of(entry, bounds, shape, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def place_of(entry, first_q, first_k, shape, layout, SEQUENCES: tl.constexpr):
-    """Return the `Place` of an entry, or of a sequence; called after tiles beyond the last one have returned."""
+    """Return the `Place` of an entry, or of a sequence; called when tiles after the last one have returned."""
     b = entry.to(tl.int64)
     if SEQUENCES == NO_SEQUENCES:
         row_q, row_k, all_rows = b * shape.seqlen_q, b * shape.seqlen_k, shape.batch * shape.seqlen_q
@@ -229,7 +229,7 @@ def load_pages(
     BLOCK: tl.constexpr,
     CHECK_DIMS: tl.constexpr,
 ):
-    """Load the rows of BLOCK keys from `first` on from pages, x (pages, PAGE, H, D); zero beyond the last key."""
+    """Load the rows of BLOCK keys from `first` on from pages, x (pages, PAGE, H, D); zero after the last key."""
     is_key = keys < num_keys
     if PAGE % BLOCK == 0:
         page = tl.load(table + first // PAGE)

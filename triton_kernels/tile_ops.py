@@ -130,7 +130,7 @@ def load_tile(
     CHECK_DIMS: tl.constexpr,
     column=0,
 ):
-    """Load rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero beyond its edges.
+    """Load rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero outside its edges.
 
     With TMA, x is a descriptor of (B, H, L, D), and the tile begins at row `first` and at `column`. Else it has rows
     `rows` and columns `dims`.
@@ -155,14 +155,14 @@ def load_tile(
 
 @triton.jit
 def load_bools(head, strides, rows, keys, shape):
-    """Load the (queries, keys) tile of one head of a bool mask; False beyond its edges."""
+    """Load the (queries, keys) tile of one head of a bool mask; False outside its edges."""
     at = rows.to(tl.int64) * strides.row + keys.to(tl.int64) * strides.key
     return tl.load(head + at, mask=(rows < shape.seqlen_q) & (keys < shape.seqlen_k), other=0) != 0
 
 
 @triton.jit
 def load_rows_of_heads(x, strides, b, h, rows, keys, shape):
-    """Load the (rows, keys) tile of a bias or a mask whose rows are queries of several heads; zero beyond its edges."""
+    """Load the (rows, keys) tile of a bias or a mask whose rows are queries of several heads; zero outside it."""
     head = entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
     at = head + rows.to(tl.int64) * strides.row
     inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
@@ -171,7 +171,7 @@ def load_rows_of_heads(x, strides, b, h, rows, keys, shape):
 
 @triton.jit
 def load_vector(base, index, length, stride):
-    """Load values of a strided vector in fp32; zero beyond its end."""
+    """Load values of a strided vector in fp32; zero after its end."""
     return tl.load(base + index.to(tl.int64) * stride, mask=index < length, other=0.0).to(tl.float32)
 
 

@@ -165,7 +165,7 @@ _SM90_FP32 = {
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 # fp32 on other NVIDIA GPUs, chosen for low register use and not timed. With the tiles above for 256, a thread has stack
-# of up to 4 KB ("bias"), 2 KB ("queries") or 1 KB (the others). With these it has at most 376 bytes, except for
+# of up to 4 KB ("bias"), 2 KB ("queries") or 1 KB (the rest). With these it has at most 376 bytes, except for
 # "queries" at 256.
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
@@ -219,7 +219,7 @@ _SM100 = {
 }
 # The kernel of dk and dv with a bias by distance; with the tile above it spills 340 registers.
 _SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
-# Tiles that `calibrate --tiles` times in addition to the table: all others without register spills. A tile that needs
+# Tiles that `calibrate --tiles` times in addition to the table: all tiles without register spills. A tile that needs
 # more shared memory than a GPU has is skipped there. wgmma has 64 rows for 4 warps, so 8 warps need 128 rows.
 _OTHERS_SM80 = {
     "forward": {

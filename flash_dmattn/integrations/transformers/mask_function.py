@@ -130,7 +130,7 @@ class LayerMask(BlockMask):
     __str__ = __repr__
 
     def arguments(self, with_bias: bool) -> MaskArguments:
-        """Return the arguments of `attention`, which are computed for the first layer and kept for the others.
+        """Return the arguments of `attention`, which are computed for the first layer and kept for later layers.
 
         With a bias for each pair of tokens, documents are a mask and not packed sequences, which have no such bias.
         """

@@ -42,7 +42,7 @@ SHARES = 64
 def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
     """Return start, stop and order of a bool mask (Bm, Hm, 1, Lk): a kept key is visible to all queries of the band.
 
-    A key is live if it is visible to some query. The order has the live keys first, then the others, both ascending;
+    A key is live if it is visible to some query. The order has the live keys first, then the rest, both ascending;
     without `reorder` its last size is 0. All are contiguous.
     """
     kept = mask[:, :, 0]

@@ -104,7 +104,7 @@ def _ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Ten
         again = torch.zeros_like(key, dtype=torch.bool)
         again[..., 1:] = key[..., 1:] == key[..., :-1]
         left = ~again & (key < blocks)
-        # Entries that count move to the front, in their order; the others go to an extra column, which is cut off.
+        # Entries that count move to the front, in their order; the rest go to an extra column, which is cut off.
         place = torch.where(left, left.cumsum(-1) - 1, places)
         for made, values in ((keys, key), (slots, packed - key * places)):
             moved = made.new_full((*key.shape[:3], places + 1), -1)
