@@ -29,7 +29,9 @@ struct SplitLse {
 __device__ __forceinline__ SplitLse split_lse(double lse) {
   const float high = static_cast<float>(lse);
   if (fabsf(high) == INFINITY) return {high, 0.0f};
-  return {high, static_cast<float>((lse - high) / log_sum_unit(high))};
+  double low = lse - high;
+  if (fabsf(high) > 0x1p31f) low /= log_sum_unit(high);  // a hundred instructions, which the unit 1 does not need
+  return {high, static_cast<float>(low)};
 }
 
 // fp32 has steps of 2^-14 and more for an lse above this, by which p would be wrong.

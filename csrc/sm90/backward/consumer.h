@@ -576,6 +576,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
   const PingPong pingpong{group};
   pingpong.start();
+  const bool has_great = has_great_rows<Traits>(p, shared.has_great, group, warp, lane);
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
@@ -592,7 +593,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
+    if (BackwardConsumer<Traits>::kHasBias && has_great && has_great_row(p, item, lane)) {
       // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both. Where a
       // warpgroup sums dbias it has no registers for the copy, and would serialize the products.
       int own_lane = lane;

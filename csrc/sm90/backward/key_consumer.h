@@ -163,7 +163,8 @@ struct KeyConsumer {
   // so that ptxas keeps few registers for them.
   __device__ __forceinline__ void finish_great(float (&two)[2], float2 bias, float factor, const KeyWorkItem<Traits>& item,
                                                int block, int c) const {
-    const float4 both = *reinterpret_cast<const float4*>(item.great + block * kBlockM + 2 * (lane % 4) + 8 * c);
+    const float2* const lse = p.split_lse + first_padded_tile_of(p, item) * kTile + block * kBlockM;
+    const float4 both = *reinterpret_cast<const float4*>(lse + 2 * (lane % 4) + 8 * c);
     two[0] = great_exponent(two[0], factor, bias.x, make_float2(both.x, both.y));
     two[1] = great_exponent(two[1], factor, bias.y, make_float2(both.z, both.w));
   }

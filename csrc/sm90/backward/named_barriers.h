@@ -7,5 +7,7 @@ namespace flash_dmattn {
 constexpr int kMayAddBarrier = 3, kHasAddedBarrier = 5;
 // Both consumers meet here to combine their sums for a bias per key.
 constexpr int kKeySumsBarrier = 7;
+// Both consumers have looked for rows whose lse is great.
+constexpr int kGreatRowsBarrier = 8;
 
 }  // namespace flash_dmattn

@@ -90,7 +90,6 @@ __device__ __forceinline__ void find_items(const BackwardParams& p, Storage& sha
       item.head = work.head + member;
       item.block_k = work.block_k;
       item.walk = QueryWalk<Traits>::of(p, item);
-      item.great = find_great_rows<Traits>(p, item);
       if constexpr (Traits::kHasIntervals) {
         // Sums of a tile of dead keys alone are neither cleared nor read. All heads of the group leave it, so that none
         // waits for another's turn to add.

@@ -97,7 +97,7 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
 
 // For rows of out and dout of up to kColumns.
 template <class Element, int kColumns, bool kHasSequences>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kColumns <= 128 ? 6 : 5)
     backward_rows_kernel(const __grid_constant__ BackwardRowsParams p, int64_t rows) {
   griddep_wait();
   griddep_launch_dependents();

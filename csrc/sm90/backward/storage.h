@@ -22,6 +22,7 @@ struct alignas(1024) BackwardStorage {
   // Turned dq of each consumer, as its threads hold it (accumulators.h).
   alignas(16) uint8_t dq[Traits::kTurnsDq ? Traits::kConsumers : 1][Traits::kTurnsDq ? Traits::kDqBytes : 16];
   float2 key_sums[Traits::kKeySums];  // one for each consumer thread
+  uint32_t has_great[4 * Traits::kConsumers];  // whether a warp of a consumer saw a row whose lse is great
   alignas(16) float lse[kStages][Traits::kBlockM];
   alignas(16) float delta[kStages][Traits::kBlockM];
   uint64_t keys_full[Traits::kKeyStages], keys_empty[Traits::kKeyStages];  // k and v

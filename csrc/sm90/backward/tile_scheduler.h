@@ -175,22 +175,41 @@ struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   bool is_valid;           // false after the last
   bool is_first, is_last;  // of the tile's heads
   bool is_full_group;      // as in KeyWorkTile
-  const float2* great;     // BackwardParams::split_lse of the head where great_rows names one of its rows, else null
   int batch, head, block_k;
   QueryWalk<Traits> walk;
 };
 
-// For KeyWorkItem::great.
-template <class Traits, class Work>
-__device__ __forceinline__ const float2* find_great_rows(const BackwardParams& p, const Work& work) {
-  if constexpr (Traits::kBias == BackwardBias::kNone) return nullptr;
-  const int64_t first = first_padded_tile_of(p, work);
-  const uint32_t* const tiles = p.great_rows + first;
+// Whether the lse of a row of the work tile is great, for a warp: lanes look at different tiles of rows.
+template <class Work>
+__device__ __forceinline__ bool has_great_row(const BackwardParams& p, const Work& work, int lane) {
+  const uint32_t* const tiles = p.great_rows + first_padded_tile_of(p, work);
   const int number = (seqlen_q_of(p, work) + kTile - 1) / kTile;
   uint32_t any = 0;
-#pragma unroll 8
-  for (int tile = 0; tile < number; ++tile) any |= tiles[tile];
-  return any != 0 ? p.split_lse + first * kTile : nullptr;
+#pragma unroll 1
+  for (int tile = lane; tile < number; tile += 32) any |= tiles[tile];
+  return __any_sync(0xffffffffu, any != 0);
+}
+
+// Whether the lse of a row of the call is great, so that work tiles have to be looked at: all threads of both consumers
+// look at a part of great_rows, while the first keys are loaded. To look at each work tile alone costs calls of short
+// rows, which are many, a twelfth of their time.
+template <class Traits>
+__device__ __forceinline__ bool has_great_rows(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
+                                               int warp, int lane) {
+  if constexpr (Traits::kBias == BackwardBias::kNone) return false;
+  int64_t tiles = static_cast<int64_t>(p.batch) * p.num_heads * ((p.seqlen_q + kTile - 1) / kTile);
+  if constexpr (Traits::kHasSequences) tiles = static_cast<int64_t>(p.num_heads) * p.sequences.padded_tiles;
+  uint32_t any = 0;
+#pragma unroll 4
+  for (int64_t tile = 128 * group + 32 * warp + lane; tile < tiles; tile += 128 * Traits::kConsumers) {
+    any |= p.great_rows[tile];
+  }
+  any = __any_sync(0xffffffffu, any != 0);
+  if (lane == 0) seen[4 * group + warp] = any;
+  named_barrier_sync(kGreatRowsBarrier, 128 * Traits::kConsumers);
+#pragma unroll
+  for (uint32_t one : seen) any |= one;
+  return any != 0;
 }
 
 // Query blocks of a head that there is room for.

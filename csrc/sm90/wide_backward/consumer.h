@@ -238,6 +238,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<kWorkStages> pipe_work;
   typename Consumer::Sums sums;
+  const bool has_great = has_great_rows<Traits>(p, shared.has_great, kGroup, warp, lane);
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -249,7 +250,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (Consumer::kHasBias && item.great != nullptr) {
+    if (Consumer::kHasBias && has_great && has_great_row(p, item, lane)) {
       int own_lane = lane;  // as in consume_backward
       asm volatile("" : "+r"(own_lane));
       Consumer own{{p, shared, 0, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, sums};

@@ -19,6 +19,7 @@ struct alignas(1024) WideBackwardStorage {
   alignas(1024) uint8_t ds[kScoreStages][Traits::kScoreBytes];
   alignas(1024) uint8_t bias[kScoreStages][Traits::kScoreBytes];  // overwritten by p
   float key_sums[Traits::kConsumers][Traits::kKeySums];
+  uint32_t has_great[4 * Traits::kConsumers];  // as in BackwardStorage
   alignas(16) float lse[kStages][Traits::kBlockM];
   alignas(16) float delta[kStages][Traits::kBlockM];
   uint64_t keys_full[Traits::kKeyStages], keys_empty[Traits::kKeyStages];  // k and v
