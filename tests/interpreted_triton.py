@@ -609,6 +609,9 @@ ODD_CALLS = (
     FEW_ROWS.with_(bias=KEYED, sink="normal"),
     GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, bias=None),
     GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, sink="normal"),
+    # Short rows that do not see the key, because it comes later or is too far away.
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_q=50, seqlen_k=50, is_causal=True),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_q=40, seqlen_k=50, window_size=(4, 2), bias=None),
 )
 
 

@@ -399,6 +399,14 @@ def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: i
     backend.check(case, inputs)
 
 
+@pytest.mark.parametrize("capped", (True, False), ids=("softcap", "no softcap"))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_bias_that_is_nan_at_hidden_keys_of_great_rows(backend: Runner, head_dim: int, capped: bool) -> None:
+    """Rows with a sink of 1e4 or -1e4 take the way of great rows."""
+    case = BASE.with_(bias=FULL, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), sink="huge", data="hidden nan bias")
+    backend.check(case.with_(**CAPPED) if capped else case)
+
+
 # The gradient of a bias that heads or batch entries share
 
 GROUPED = BASE.with_(**GROUPS)

@@ -131,7 +131,7 @@ def short_backward_kernel(
     b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
         bias, bias_strides, b, first_head, first, first_key, rows, keys, shape,
-        BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
+        BLOCK_M, BLOCK_N, BIAS, WIDE,
     )  # fmt: skip
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
@@ -163,7 +163,9 @@ def short_backward_kernel(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         s = tl.fma(s, factor, base)
-        s = masked(s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
+        s = masked(
+            s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, LEFT, RIGHT, BLOCK_M, BLOCK_N
+        )
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         if DROPOUT:
             kept = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)

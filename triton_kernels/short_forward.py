@@ -75,7 +75,7 @@ def short_forward_kernel(
     b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
         bias, bias_strides, b, first_head, first, 0, rows, keys, shape,
-        BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
+        BLOCK_M, BLOCK_N, BIAS, WIDE,
     )  # fmt: skip
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     row_bias = row_values(bias, bias_strides, b, first_head, rows, shape, BIAS)
@@ -97,7 +97,7 @@ def short_forward_kernel(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         s = tl.fma(s, factor, base)
-        s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
+        s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, LEFT, RIGHT, BLOCK_M, BLOCK_N)
         row_max = tl.maximum(tl.max(s, 1), LOWEST)
         exponent = s - row_max[:, None]
         p = exp_of(exponent, BIASED)

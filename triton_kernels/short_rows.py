@@ -62,15 +62,14 @@ def head_of(member, owner_b, first_head, members_h, walk):
 @triton.jit
 def base_scores(
     bias, strides, b, h, first, first_key, rows, keys, shape,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Make the tile that is added to the scores of a walk: the bias, and -inf outside the band or the tensors."""
+    """Make the tile that is added to the scores of a walk: the bias, and -inf outside the tensors."""
     base = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BIAS > ROW_BIAS:
         tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, False, WIDE)
         base = tile.to(tl.float32)
-    return tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), base, float("-inf"))
+    return tl.where(in_band(rows[:, None], keys[None, :], shape, False, False), base, float("-inf"))
 
 
 @triton.jit
@@ -97,9 +96,11 @@ def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: 
 @triton.jit
 def masked(
     s, dense, mask, stop, access, b, h, first_key, rows, keys, shape,
-    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Set scores of one head to -inf where its mask hides them."""
+    """Set scores of one head to -inf where its mask or the band hides them: a sum with -inf would keep NaN and inf."""
+    if LEFT or RIGHT:
+        s = tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), s, float("-inf"))
     if MASK == DENSE or MASK == DENSE_ROW:
         s = tl.where(dense, s, float("-inf"))
     elif MASK != BAND:

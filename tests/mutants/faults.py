@@ -1180,6 +1180,13 @@ _TRITON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[odd]",),
     ),
     Fault(
+        "triton: short rows add -inf to what the band hides",
+        "triton_kernels/short_rows.py",
+        'tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), s, float("-inf"))',
+        's + tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), 0.0, float("-inf"))',
+        (f"{_INTERPRETED}test_calls_written_by_hand[odd]",),
+    ),
+    Fault(
         "triton: p of a great row is above 1",
         "triton_kernels/scores.py",
         "tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)",

@@ -328,6 +328,8 @@ struct KeyConsumer {
       float exponents[2] = {tanhs[at], tanhs[at + 1]};
       if constexpr (kGreat) {
         finish_great(exponents, bias_of(bias, c, r), p.softcap, item, block, c);
+        // A hidden key stays hidden beside a bias that is NaN; `added` has a number there.
+        for (int n = 0; n < 2; ++n) exponents[n] = tanhs[at + n] == -INFINITY ? -INFINITY : exponents[n];
       } else {
         const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
         exponents[0] = fmaf(exponents[0], cap, add.x), exponents[1] = fmaf(exponents[1], cap, add.y);
