@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         f"256 {form}": {"head_dim": 256, **FORMS[form]}
         for form in ("plain", "full", "shared", "tiles", "keys", "relative")
     },
+    "256 relative in fp32": {"head_dim": 256, **FORMS["relative"], "bias_dtype": torch.float32},
     **{f"512 {form}": {**WIDE, **FORMS[form]} for form in ("causal", "full", "tiles, per key", "keys")},
     "512 shared": {**WIDE, "batch": 2, "bias": SHARED_BIAS},
     "512 small": {**WIDE, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2, "is_causal": True},

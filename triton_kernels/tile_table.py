@@ -104,6 +104,8 @@ _SM90_DISTANCES = {
     64: Tile(64, 128, 4, 2),  # 8 x 2048 x 16 heads, T5's values: 0.334; 0.353 for 64x64, 0.373 with three stages
     128: Tile(64, 64, 4, 2),  # 2 x 4096 x 16 heads: 0.603; 0.626 for 128x64 at 8 warps, 0.711 with three stages
 }
+# The kernel of dq with one: with three stages, as without a bias, values of fp32 would take 56 bytes too much.
+_SM90_DISTANCES_WIDE_QUERIES = Tile(128, 32, 8, 2)
 # The kernel of dk and dv with a bias of one value per query and distance. Chosen by register spills: 472 and 152 bytes
 # with the tiles for pointers above, 40 and none with these.
 _SM90_BANDED_KEYS = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2)}
@@ -482,6 +484,8 @@ def _tile_of_table(
         return _row(_SMALL if bias in READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
     if kernel == "forward" and mask == BAND.value and bias in _BY_DISTANCE and block_d <= 128:
         return _row(_SM90_DISTANCES, block_d)
+    if kernel == "queries" and mask == BAND.value and bias in _BY_DISTANCE and block_d > 128:
+        return _SM90_DISTANCES_WIDE_QUERIES
     if kernel == "keys" and bias == BANDED.value and block_d <= 128:
         return _row(_SM90_BANDED_KEYS, block_d)
     if kernel == "keys" and bias in _BY_DISTANCE:
