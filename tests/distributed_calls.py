@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -81,8 +81,9 @@ class ParallelCase(Case):
 
     `lists`: letters of the batch and heads of lists, the mask then; `blocks`: their `block_size`; `relative`: values of
     their entries. `documents`: the bounds of packed sequences; `used`: how many tokens of each are used, all without.
-    `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`: a name of
-    `MISTAKEN`. The others are arguments of `context_parallel_attention`.
+    `lengths`: of padded entries, of queries (all without) and of keys. `prepared`: the mask is a `ShardedMask`. `topk`:
+    it keeps the largest values of the bias. `mistake`: a name of `MISTAKEN`. The others are arguments of
+    `context_parallel_attention`.
     """
 
     seqlen_q: int = 32
@@ -95,6 +96,7 @@ class ParallelCase(Case):
     blocks: tuple[int, int] = (1, 1)
     documents: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     prepared: bool = False
     topk: bool = False
     mistake: str = ""
@@ -229,11 +231,14 @@ def one_process(case: ParallelCase, x: Inputs, backend: Any = "eager") -> dict[s
             mask = PreparedMask.from_lists(mask, **sizes, **band)
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend, **flags)
 
-    return results_of(packed(case, call), case, x)
+    return results_of(with_sequences(case, call), case, x)
 
 
-def packed(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors with a batch of 1 that calls one with packed sequences, if the case has these."""
+def with_sequences(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls one with the sequences of a case: packed ones of a batch of 1, or padded entries."""
+    if case.lengths[1]:
+        used = [torch.tensor(lengths) if lengths else None for lengths in case.lengths]
+        return partial(function, sequences=Sequences.padded(seqlens_q=used[0], seqlens_k=used[1]))
     if not case.documents or case.prepared:
         return function
 
@@ -285,7 +290,7 @@ def parallel(
         flags |= {"reduce_bias_grad": case.reduce, "head_groups": case.groups, "exchange_dtype": case.exchange}
         if rank > 0:  # the key of dropout is drawn by rank 0
             torch.manual_seed(1000 + rank)
-        return packed(case, function)(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
+        return with_sequences(case, function)(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
 
     mask, bias = (
         None if y is None or letters is None else shard_scores(letters, y, layouts, place)

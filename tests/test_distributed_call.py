@@ -63,7 +63,8 @@ def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, head
 band = Band(torch.ones(4, 1, 3), 1)
 
 
-PADDED = Sequences.padded(seqlens_k=torch.tensor([16]))
+PADDED = Sequences.padded(seqlens_k=torch.tensor([16, 9]))
+PAGED = Sequences.paged(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([16, 9]))
 
 
 def tokens() -> list[torch.Tensor]:
@@ -112,7 +113,34 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "sequences end at 16; ranks that share a sequence need the bounds of all of it, up to 32",
             lambda: ShardedMask.from_sequences(documents(), SequenceLayout.zigzag(32, 1), 0),
         ),
-        ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
+        ("sequences are paged; ranks that", lambda: attend(sequences=PAGED)),
+        (
+            "sequences are padded; documents need",
+            lambda: ShardedMask.from_sequences(PADDED, SequenceLayout.zigzag(32, 1), 0),
+        ),
+        (r"q has shape \(16, 4, 8\); with sequences it needs", lambda: attend(*tokens(), sequences=PADDED)),
+        (
+            "q has 2 entries; it needs one for each sequence, 1",
+            lambda: attend(sequences=Sequences.padded(seqlens_k=torch.tensor([16]))),
+        ),
+        (
+            "seqlens_k has 17; it needs at most the 16 positions",
+            lambda: attend(sequences=Sequences.padded(seqlens_k=torch.tensor([16, 17]))),
+        ),
+        (
+            "seqlens_q has 18; it needs at most the 16 positions",
+            lambda: attend(
+                sequences=Sequences.padded(seqlens_q=torch.tensor([18, 3]), seqlens_k=torch.tensor([16, 1]))
+            ),
+        ),
+        (
+            "mask is a ShardedMask with sequences; it needs to be None or a bool tensor",
+            lambda: attend(*tensors(), mask_of(), sequences=PADDED),
+        ),
+        (
+            "values for distances -7 to 1; it needs those of the call, -8 to 15",
+            lambda: attend(*tensors(), None, Relative(torch.ones(4, 9), 7), sequences=PADDED),
+        ),
         ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
         ("mask is a Tensor with sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
         (
@@ -124,13 +152,13 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
         (
-            "layout has an interval from 24 on, and dropout_p is 0.1; where keys are gathered it needs to "
-            "begin at a multiple of 16",
-            lambda: describe(2, dropout_p=0.1),
+            "layout has an interval from 24 on, and dropout_p is 0.1; with a ShardedMask it needs to begin at a "
+            "multiple of 16",
+            lambda: describe(2, dropout_p=0.1, mask=mask_of(SequenceLayout.zigzag(32, 2), batch=2)),
         ),
         (
-            "dropout_p is 0.1 with packed documents over ranks; it needs to be 0.0: dropout counts entries",
-            lambda: attend(*tokens(), sequences=documents(), dropout_p=0.1),
+            "dropout_p is 0.1 with a ShardedMask of documents; it needs to be 0.0: dropout counts rows",
+            lambda: attend(*tensors(), ShardedMask.from_sequences(documents(), LAYOUT, 0), dropout_p=0.1),
         ),
         ("q is a nested tensor; context parallelism shares one", lambda: attend(*jagged())),
         ("q has 3 dimensions", lambda: attend(*[x[0] for x in tensors()])),

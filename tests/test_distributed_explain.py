@@ -17,6 +17,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.distributed import SequenceLayout, ShardedMask, explain_context_parallel
+from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
 
@@ -197,7 +198,7 @@ def test_what_documents_send_is_said() -> None:
     q, k, v = (torch.randn(256, h, 16) for h in (4, 2, 2))
     over: Any = {"group": dist.group.WORLD, "layout": LAYOUT, "sequences": DOCUMENTS, "is_causal": True}
     explanation = explain_context_parallel(q, k, v, **over)
-    assert explanation.slices == plan(LAYOUT, 1, 1024, (-1, 0), (0, 512, 512, 1024))
+    assert explanation.slices == plan(LAYOUT, 1, 1024, (-1, 0), Spans((0, 512, 512, 1024), "masked"))
     assert [(x.start, x.stop, x.is_masked) for x in explanation.slices] == [(0, 256, False), (512, 896, False)]
     assert "call of rows 128:256: keys 512:896, causal" in str(explanation).splitlines()
     (keys,) = explanation.forward_traffic

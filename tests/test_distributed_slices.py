@@ -198,8 +198,7 @@ def test_documents_of_ranks_are_those_of_the_whole_call(window: Any) -> None:
             mask = ShardedMask.from_sequences(documents, layout, rank, window_size=window)
             assert torch.equal(mask.dense(), layout.shard(every, 2, rank)), (cu_seqlens, used, layout)
             assert torch.equal(mask.to("cpu").dense(), mask.dense())
-            bounds = mask.documents
-            read = runs_read(layout, rank, 48, window or (-1, -1), bounds)
+            read = runs_read(layout, rank, 48, window or (-1, -1), mask.spans)
             assert all(any(a <= j < b for a, b in read) for j in mask.dense()[0, 0].any(0).nonzero().flatten().tolist())
 
 
@@ -208,7 +207,7 @@ def test_rows_of_one_document_need_no_mask() -> None:
     documents = Sequences.packed(torch.tensor([0, 5, 16, 64]))
     masks = [ShardedMask.from_sequences(documents, layout, rank, is_causal=True) for rank in range(4)]
     assert [mask.masks[0] is None for mask in masks] == [False, True, True, True]
-    assert [plan(layout, rank, 64, (-1, 0), masks[0].documents)[0][2:4] for rank in range(4)] == [
+    assert [plan(layout, rank, 64, (-1, 0), masks[0].spans)[0][2:4] for rank in range(4)] == [
         (0, 16),
         (16, 32),
         (16, 48),
@@ -253,7 +252,7 @@ def test_gradients_layout_keys_are_rounded_once(number: int, exchange: torch.dty
     for part in parts:
         gradient = torch.randn(2, part.stop - part.start, 2, 4).bfloat16()
         exact[:, part] += gradient
-        total.add(part, gradient.clone())
+        total.add((slice(None), part), gradient.clone())
     assert torch.equal(total.total(), exact.to(exchange))
 
 

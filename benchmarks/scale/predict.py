@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.exchange import CLEAR_SHARE, share_moved
 
 Strategy = Literal["gather", "ulysses", "2d"]
@@ -120,7 +121,7 @@ class Layer:
         layout, step = self.layout(outer), self.document
         begins = range(0, self.length, step) if step else ()
         documents = tuple(bound for begin in begins for bound in (begin, min(begin + step, self.length)))
-        share = share_moved(layout, layout, (self.window or -1, 0), documents)
+        share = share_moved(layout, layout, (self.window or -1, 0), Spans(documents, "masked" if step else ""))
         return share if share <= CLEAR_SHARE else 1.0
 
     def balance(self, outer: int) -> float:
