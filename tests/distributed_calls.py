@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accuracy import run
-from cases import Case, Inputs, Numbers
+from cases import DEVICE, Case, Inputs, Numbers
 from dispatched import Dispatched
 from draws import Features
 from draws import draw as draw_case
@@ -41,6 +42,7 @@ from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.dropout import Dropout
 
 Letters = tuple[str, ...]
 
@@ -75,6 +77,28 @@ MISTAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class DocumentDropout(NamedTuple):
+    """Dropout that counts rows and keys within each document, for probabilities of the whole sequence."""
+
+    dropout: Dropout
+    documents: tuple[int, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.dropout.scale
+
+    def kept_of(self, p: Tensor) -> Tensor:
+        """Whether each of the probabilities (1, Hk, G, L, L) is kept; those of two documents are not asked for."""
+        kept = torch.ones_like(p, dtype=torch.bool)
+        for number, (start, stop) in enumerate(pairwise(self.documents)):
+            own = (..., slice(start, stop), slice(start, stop))
+            kept[own] = self.dropout.starting_at(number).kept_of(p[own])
+        return kept
+
+    def apply(self, p: Tensor) -> Tensor:
+        return torch.where(self.kept_of(p), p * self.scale, 0.0)
+
+
 @dataclass(frozen=True)
 class ParallelCase(Case):
     """A call whose sequence ranks share: of small sizes and in fp64, if nothing else is said.
@@ -82,8 +106,8 @@ class ParallelCase(Case):
     `lists`: letters of the batch and heads of lists, the mask then; `blocks`: their `block_size`; `relative`: values of
     their entries. `documents`: the bounds of packed sequences; `used`: how many tokens of each are used, all without.
     `lengths`: of padded entries, of queries (all without) and of keys. `prepared`: the mask is a `ShardedMask`. `topk`:
-    it keeps the largest values of the bias. `mistake`: a name of `MISTAKEN`. The others are arguments of
-    `context_parallel_attention`.
+    it keeps the largest values of the bias. `mistake`: a name of `MISTAKEN`. `dropped`: the documents by which
+    dropout counts, if a mask is in their place. The others are arguments of `context_parallel_attention`.
     """
 
     seqlen_q: int = 32
@@ -97,6 +121,7 @@ class ParallelCase(Case):
     documents: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    dropped: tuple[int, ...] = ()
     prepared: bool = False
     topk: bool = False
     mistake: str = ""
@@ -133,6 +158,11 @@ class ParallelCase(Case):
     def passed(self, bias: Tensor | None) -> Any:
         """The bias as calls take it, from its tensor."""
         return super().passed(bias) if self.lists is None or bias is None else ListBias(bias)
+
+    def dropout(self, device: torch.device | str = DEVICE) -> Any:
+        """The dropout of the call, as the formula takes it."""
+        dropout = super().dropout(device)
+        return DocumentDropout(dropout, self.dropped) if dropout is not None and self.dropped else dropout
 
     def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
         """The layouts of the queries and of the keys."""
@@ -187,7 +217,7 @@ def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
     rng = random.Random(number)
     case = draw_case(rng, features, number)
     shares_heads = case.bias is not None and case.bias[1] == "1" and case.bias[2] == "Lq"
-    return ParallelCase(
+    drawn = ParallelCase(
         **vars(case),
         layout=rng.choice(("zigzag", "contiguous", "balanced")),
         prepared=case.mask is not None and case.mask[3] != "Ls" and rng.random() < 0.3,
@@ -195,6 +225,25 @@ def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
         groups=None if shares_heads else rng.choice((None, 1, case.num_heads_k)),
         exchange=rng.choice((None, None, torch.promote_types(case.dtype, torch.float32))),
     )
+    return draw_sequences(rng, drawn)
+
+
+def draw_sequences(rng: random.Random, case: ParallelCase) -> ParallelCase:
+    """Make some calls ones with packed documents or padded entries, and some ones with dropout."""
+    kind = rng.choice(("", "", "packed", "padded"))
+    if kind == "packed":
+        bounds = (0, *sorted(rng.choices(range(case.seqlen_q + 1), k=rng.randrange(5))), case.seqlen_q)
+        has_pairs = case.bias is not None and case.bias[2] == "Lq" and case.bias[3] != "1"
+        bias = None if has_pairs else case.bias
+        case = case.with_(documents=bounds, batch=1, seqlen_k=case.seqlen_q, mask=None, prepared=False, bias=bias)
+    if kind == "padded":
+        queries, keys = (
+            tuple(rng.choice((length, rng.randint(0, length))) for _ in range(case.batch))
+            for length in (case.seqlen_q, case.seqlen_k)
+        )
+        # Rows of no sequence have no sink, and empty rows of a mask have one.
+        case = case.with_(lengths=(() if case.sink else queries, keys), prepared=False)
+    return case.with_(dropout_p=0.0 if case.prepared else rng.choice((0.0, 0.0, 0.2)))
 
 
 def draw(case: ParallelCase) -> Inputs:
