@@ -344,6 +344,54 @@ def test_masks_of_documents_are_on_the_device_of_q() -> None:
     assert attend(*batch, one).is_meta
 
 
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is NaN until something is written."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *x, **more: empty(*x, **more).fill_(torch.nan))
+
+
+@pytest.mark.usefixtures("unwritten")
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_padding_is_not_read_and_its_rows_are_written(strategy: str, dropout_p: float) -> None:
+    q, k, v = (x.double() for x in tensors())
+    sink, used = (
+        torch.ones(4, dtype=torch.float64),
+        Sequences.padded(seqlens_q=torch.tensor([16, 5]), seqlens_k=torch.tensor([0, 9])),
+    )
+    for x, length in ((q, 5), (k, 9), (v, 9)):
+        x[1, length:] = torch.nan
+    k[0], v[0] = torch.nan, torch.nan
+    results = []
+    for call in (lambda *x, **more: attend(*x, strategy=strategy, **more), flash_dmattn.attention):
+        torch.manual_seed(0)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sink)]
+        flags = {"sink": leaves[3], "sequences": used, "is_causal": True, "dropout_p": dropout_p, "return_lse": True}
+        out, lse = call(*leaves[:3], **flags)
+        loss = out.square().sum() + torch.where(lse > -torch.inf, lse, 0).sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+    out, lse, *gradients = results[0]
+    assert bool((out[1, 5:] == 0).all()) and bool((lse[1, :, 5:] == -torch.inf).all())
+    assert torch.equal(lse[0], sink.expand(16, 4).T) and all(bool(x.isfinite().all()) for x in gradients)
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_a_document_with_dropout_reads_no_other() -> None:
+    cut = Sequences.packed(torch.tensor([0, 3, 9, 16]), seqlens_q=torch.tensor([3, 4, 7]))
+    x = [y.double() for y in tokens()]
+    for y in x:
+        y[3:7] = torch.nan
+    leaves = [y.requires_grad_() for y in x]
+    out, lse = attend(*leaves, sequences=cut, dropout_p=0.3, strategy="gather", return_lse=True, is_causal=True)
+    assert bool(out[:3].isfinite().all()) and bool(out[9:].isfinite().all()) and bool(out[3:7].isnan().all())
+    assert bool((out[7:9] == 0).all()) and bool((lse[:, 7:9] == -torch.inf).all())
+    gradients = torch.autograd.grad(out[9:].sum(), leaves)
+    assert all(bool(y[9:].isfinite().all()) and bool((y[:3] == 0).all()) for y in gradients)
+
+
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])
 def test_distances_cover_the_longest_document(strategy: str) -> None:
     x = [y.double().requires_grad_() for y in tokens()]

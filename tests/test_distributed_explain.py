@@ -206,6 +206,31 @@ def test_what_documents_send_is_said() -> None:
     assert (keys.how, keys.sent, keys.received) == ("all_to_all", 3 * 128 * 2 * 32 * 4, 3 * 128 * 2 * 32 * 4)
 
 
+def test_calls_of_documents_with_dropout_are_said() -> None:
+    """Each document counts from its begin; a call begins at a multiple of 128 keys of it."""
+    q, k, v = (torch.randn(256, h, 16) for h in (4, 2, 2))
+    over: Any = {"group": dist.group.WORLD, "layout": LAYOUT, "window_size": (20, 0), "dropout_p": 0.1}
+    cut = Sequences.packed(torch.tensor([0, 200, 200, 1024]))
+    explanation = explain_context_parallel(q, k, v, sequences=cut, strategy="gather", **over)
+    assert [x[:4] for x in explanation.slices] == [(0, 72, 0, 200), (72, 128, 200, 256), (128, 256, 712, 896)]
+    assert [(x.number, x.first_row, x.first_key) for x in explanation.slices] == [(0, 128, 0), (2, 0, 0), (2, 568, 512)]
+    assert "3 documents, by which dropout counts; each makes a call for each run of rows" in str(explanation)
+    traded = explain_context_parallel(
+        q, *(x.repeat(1, 2, 1) for x in (k, v)), sequences=cut, strategy="ulysses", **over
+    )
+    assert "3 sequences, of which this rank has all positions; one call has them all" in traded.remarks
+    assert "3 packed sequences of 1024 queries" in str(traded)
+
+
+def test_calls_of_padded_entries_are_said() -> None:
+    used = Sequences.padded(seqlens_q=torch.tensor([200, 0]), seqlens_k=torch.tensor([1000, 1024]))
+    explanation = explained(sequences=used, is_causal=True)
+    assert [x[:5] for x in explanation.slices] == [(0, 72, 0, 1000, (-1, 0))]
+    assert [x.entries for x in explanation.slices] == [(0, 1)]
+    assert "2 padded entries of the batch; each makes a call for each run of rows" in str(explanation)
+    json.dumps(explanation.to_dict())
+
+
 def test_what_trading_heads_sends_is_said() -> None:
     """Three quarters of q, k and v, and of out: two entries, 256 rows, 4 heads of 16 values of 4 bytes."""
     explanation = explained(strategy="ulysses", heads_k=4, bias=torch.ones(1, 4, 1, 1))

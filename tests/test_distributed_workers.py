@@ -250,6 +250,7 @@ FORMS = {
     "intervals": P(mask="prepared_keys", is_causal=True, seqlen_q=128, seqlen_k=128),
     "intervals made in the call": P(mask="keys", is_causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
     "keys": P(mask="prepared_keys", is_causal=True),
+    "tiles of padded entries": SHORT(mask="group", lengths=((20, 20, 0), (32, 32, 9)), groups=2, bias="shared"),
     "keys, sharded": P(mask="sharded", is_causal=True, window_size=(7, 0)),
     "tiles, sent in parts": WINDOWED.with_(mask="prepared", num_heads=4, groups=2),
 }
@@ -523,6 +524,7 @@ COMPILED = {
     "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),
     "dropout": DROPPED(is_causal=True, dlse=True),
     "dropout, ulysses": U(dropout_p=0.3, num_heads_k=4),
+    "dropout, rows inside of a block": P(dropout_p=0.3, mask="full", bias="full", is_causal=True),
 }
 
 
@@ -554,6 +556,13 @@ def test_ranks_together_have_the_flop_of_one_call(causal: bool) -> None:
     )
     pairs = 2 * 4 * (sum(48 - 32 + i + 1 for i in range(32)) if causal else 32 * 48)
     assert counts[0] == counts[1] and sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
+
+
+def test_padding_has_no_flop() -> None:
+    case = P(head_dim=8, head_dim_v=4, lengths=((10, 32), (7, 20)))
+    pairs = 4 * (10 * 7 + 32 * 20)
+    counts = workers(2).run("distributed_calls.counted_flop", case)
+    assert sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
