@@ -153,14 +153,17 @@ def context_parallel_attention(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
-        sequences: a `Sequences` of `Sequences.packed`, of all positions: the documents of the sequence, the same on
-            every rank. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in `attention`, out is (L / W, Hq,
-            Dv) and lse (Hq, L / W). Each query attends to its own document. There can be no other mask; a bias is (H,
-            1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN in
-            v of one document may reach others in the same slice.
+        sequences: the same on every rank; a `Relative` covers the longest one. Of `Sequences.packed`, with all
+            positions: the documents of the sequence. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in
+            `attention`, out is (L / W, Hq, Dv) and lse (Hq, L / W). Each query attends to its own document. There can
+            be no other mask; a bias is (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance. Where keys are
+            gathered without dropout, a NaN in v of one document may reach others in the same slice. Or of
+            `Sequences.padded`: the used positions of each entry of the batch, at the front of all Lq and Lk. Causality,
+            windows and distances count from the end of each entry, and padding is not read. Any bias goes with them,
+            and a bool tensor as the mask.
         dropout_p: as in `attention`. Each rank draws from its generator, and what rank 0 draws counts for all, so that
-            one GPU in its state drops the same. Where keys are gathered, each interval of the layout begins at a
-            multiple of 16. Refused with packed documents.
+            one GPU in its state drops the same, also with sequences. With a `ShardedMask` each interval of the layout
+            begins at a multiple of 16; one of documents is refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
