@@ -88,7 +88,7 @@ class DocumentDropout(NamedTuple):
         return self.dropout.scale
 
     def kept_of(self, p: Tensor) -> Tensor:
-        """Whether each of the probabilities (1, Hk, G, L, L) is kept; those of two documents are not asked for."""
+        """Whether each of the probabilities (1, Hk, G, L, L) is kept; True between documents."""
         kept = torch.ones_like(p, dtype=torch.bool)
         for number, (start, stop) in enumerate(pairwise(self.documents)):
             own = (..., slice(start, stop), slice(start, stop))

@@ -145,7 +145,7 @@ def test_lists_by_hand() -> None:
 
 
 def test_padded_entries_by_hand() -> None:
-    """Of entries of 12800 and 25600 positions, rank 0 of two has the first and last chunk, and rank 1 two of both."""
+    """Rank 0 of two has the first and the last chunk of entries of 12800 and 25600 positions."""
     layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, batch=2, density=0.5, shortest=12800)
     assert layer.lengths == (12800, 25600) and layer.share(2) == 1.0 and layer.calls(2) == 3
     before = [n * (n + 1) / 2 for n in (0, 6400, 12800, 19200, 25600)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -390,6 +391,19 @@ def test_a_document_with_dropout_reads_no_other() -> None:
     assert bool((out[7:9] == 0).all()) and bool((lse[:, 7:9] == -torch.inf).all())
     gradients = torch.autograd.grad(out[9:].sum(), leaves)
     assert all(bool(y[9:].isfinite().all()) and bool((y[:3] == 0).all()) for y in gradients)
+
+
+def test_the_gradient_of_a_bias_of_padded_entries_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 16, 16, 4, 8).bfloat16()
+    used = Sequences.padded(seqlens_k=torch.randint(9, 17, (16,)))
+    gradients = []
+    for call in (partial(attend, strategy="gather"), flash_dmattn.attention):
+        bias = torch.ones(4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+        out = call(q, k, v, None, bias, sequences=used)
+        gradients.append(torch.autograd.grad(out, bias, dout)[0].float())
+    one, other = gradients
+    assert float((one - other).norm() / other.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])

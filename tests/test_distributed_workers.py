@@ -21,7 +21,7 @@ L = partial(P, lists=("B", "1"))
 # Calls whose intervals begin at multiples of 16 on 4 ranks, with dropout. The generators of ranks differ.
 DROPPED = partial(P, dropout_p=0.3, seqlen_q=128, seqlen_k=128, batch=1)
 IN_ONE = partial(P, documents=(0, 3, 8, 17, 32), batch=1)
-# Padded entries, of which the last has none but queries that are padding.
+# Padded entries; the last one has nothing else.
 SHORT = partial(P, batch=3, lengths=((20, 32, 0), (20, 20, 0)))
 U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 

@@ -284,7 +284,7 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
     host_forward, host_backward = machine.host_forward_us * 1e-6, machine.host_backward_us * 1e-6
     host_gather = machine.host_gather_us * 1e-6 if outer > 1 else 0.0
     calls = layer.calls(outer) if outer > 1 else 1
-    if calls > 2:  # the host's time for two is in that of a pass
+    if calls > 2:  # the host's time of a pass has two
         alone = [max(seconds, calls * machine.host_call_us * 1e-6) for seconds in alone]
     if gpus == 1:
         host_forward = host_backward = 0.0  # an ordinary call

@@ -208,14 +208,14 @@ def context_parallel_attention(
         heads = call.trade.heads
         bias = None if bias is None else heads.cut(bias)
         own_mask = heads.cut(mask) if isinstance(mask, Tensor) else None
-        flags, of_all = call.problem.flags, call.all_sequences
-        is_packed = of_all is not None and of_all.layout == "packed"
+        flags, own_sequences = call.problem.flags, call.all_sequences
+        is_packed = own_sequences is not None and own_sequences.layout == "packed"
         if is_packed:
             q, k, v = (x.squeeze(0) for x in (q, k, v))
             bias = None if bias is None else bias.squeeze(0)
         added = Relative(bias.squeeze(-2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, own_mask, added, sink, of_all, raw_flags._replace(return_lse=True))
+        own = prepare_call(q, k, v, own_mask, added, sink, own_sequences, raw_flags._replace(return_lse=True))
         out, lse = (x.unsqueeze(0) if is_packed else x for x in run_call(own, backend, dropout))
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink, dropout)

@@ -108,12 +108,11 @@ class ParallelCall(NamedTuple):
     @property
     def all_sequences(self) -> Sequences | None:
         """The sequences of a call that has all positions of some heads; None where it has none, or a mask."""
-        given = self.request.sequences
-        if given is None or self.strategy != "ulysses":
+        sequences = self.request.sequences
+        if sequences is None or self.strategy != "ulysses":
             return None
-        ends = self.spans.bounds
-        longest = max((stop - start for start, stop in zip(ends[::2], ends[1::2])), default=0)
-        return sequences_on(given, self.request.q.device, longest)
+        longest = max((seqlen_q for seqlen_q, _ in self.spans.lengths), default=0)
+        return sequences_on(sequences, self.request.q.device, longest)
 
     @property
     def route(self) -> Route:
@@ -281,7 +280,7 @@ class Request(NamedTuple):
                 "pass lists that name keys of the sequence of each query, without sequences"
             )
         if mask is not None and (is_packed or not isinstance(mask, Tensor)):
-            needs = "None" if is_packed else "None or a bool tensor, because a prepared mask is one of whole batches"
+            needs = "None" if is_packed else "None or a bool tensor, because a prepared mask is of the whole batch"
             why = ", which are a mask" if is_packed else ""
             raise ValueError(f"mask is a {type(mask).__name__} with sequences{why}; it needs to be {needs}")
         if not is_packed:
@@ -457,7 +456,7 @@ class Request(NamedTuple):
 
 
 def _check_rows_of_dropout(dropout_p: float, mask: ShardedMask) -> None:
-    """Refuse dropout with a prepared mask whose rows or keys are not those of blocks of dropout."""
+    """Refuse dropout with a prepared mask that has no whole blocks of dropout."""
     if mask.spans.kind:
         raise ValueError(
             f"dropout_p is {dropout_p} with a ShardedMask of documents; it needs to be 0.0: dropout counts rows and "

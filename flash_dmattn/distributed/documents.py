@@ -26,11 +26,8 @@ _cache = TensorCache()
 class Piece(NamedTuple):
     """A document, or consecutive padded entries of equal lengths: rows and keys that make calls of their own.
 
-    Attributes:
-        entry, how_many: its first entry in the batch of the tensors, and its number of entries.
-        number: its first entry in the call of one GPU, by which dropout counts.
-        first: the position of its first query, and of its first key.
-        seqlen_q, seqlen_k: its lengths.
+    It has `how_many` entries of the batch, from `entry` on. Dropout counts them from `number` on, as one GPU does. Its
+    first query and its first key are at position `first`.
     """
 
     entry: int
@@ -44,10 +41,9 @@ class Piece(NamedTuple):
 class Spans(NamedTuple):
     """The sequences of a call, as host ints.
 
-    Attributes:
-        bounds: of each document its begin and its end, or of each padded entry its numbers of queries and of keys.
-        kind: "" if the whole sequence is one, without bounds. "masked" documents are several in one call, whose mask
-            hides the other documents. Of "packed" documents and of "padded" entries each makes calls of its own.
+    `bounds` are begin and end of each document, or the numbers of queries and of keys of each padded entry. `kind` is
+    "" for one whole sequence, without bounds. Documents that are "masked" share calls, whose mask hides the others.
+    Each document of the kind "packed" makes calls of its own, and so does each "padded" entry.
     """
 
     bounds: tuple[int, ...] = ()
