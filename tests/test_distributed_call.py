@@ -399,7 +399,7 @@ def test_the_gradient_of_a_bias_of_padded_entries_is_rounded_once() -> None:
     used = Sequences.padded(seqlens_k=torch.randint(9, 17, (16,)))
     gradients = []
     for call in (partial(attend, strategy="gather"), flash_dmattn.attention):
-        bias = torch.ones(4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.ones(1, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
         out = call(q, k, v, None, bias, sequences=used)
         gradients.append(torch.autograd.grad(out, bias, dout)[0].float())
     one, other = gradients
