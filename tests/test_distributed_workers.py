@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Numbers
+from cases import DEVICE, Numbers
+from conftest import needs_triton
 from distributed_calls import BIASES, DISTANCES, ENTRIES, MASKS, P, ParallelCase, Unlucky, draw_parallel
 from distributed_workers import torchrun, workers
 
@@ -563,6 +564,12 @@ def test_padding_has_no_flop() -> None:
     pairs = 4 * (10 * 7 + 32 * 20)
     counts = workers(2).run("distributed_calls.counted_flop", case)
     assert sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_triton_drops_for_ranks_what_eager_drops_in_one_process() -> None:
+    assert "3 of 3 passed" in torchrun(2, "tests/interpreted_distributed.py")
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
