@@ -31,8 +31,10 @@ def test_a_quick_run_of_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         "causal, bias (B,Hq,L,L), 128, 4 on 2",
         "top-32, bias (B,Hq,1,L), 256, 4 on 2",
         "documents of 32, 256, 4 on 2",
+        "4 padded entries, 256, 4 on 2",
         "lists of 32 keys, bias of entries, 256, 4 on 2",
         "dropout 0.1, 256, 4 on 2",
+        "documents of 32, dropout 0.1, 256, 4 on 2",
     ]
     for row in ours:
         names = ["out", "dq", "dk", "dv"] + (["dbias"] if "bias" in row["case"] else [])

@@ -419,6 +419,9 @@ def test_distances_cover_the_longest_document(strategy: str) -> None:
     wanted = flash_dmattn.attention(*x, None, Relative(values, 8), sequences=bounded)
     for one, other in zip(gradients(own), gradients(wanted)):
         torch.testing.assert_close(one, other)
+    # A kernel reads values also for hidden pairs of two documents, which are farther apart.
+    rows = {"group": dist.group.WORLD, "layout": LAYOUT, "sequences": documents(), "strategy": strategy}
+    assert "clamped" in str(explain_context_parallel(*x, None, Relative(values, 8), **rows).problem)
     with pytest.raises(ValueError, match="values for distances -8 to 7; it needs those of the call, -8 to 8"):
         attend(*x, None, Relative(values[:, :16], 8), sequences=documents(), strategy=strategy)
 
