@@ -215,6 +215,7 @@ def test_calls_of_documents_with_dropout_are_said() -> None:
     assert [x[:4] for x in explanation.slices] == [(0, 72, 0, 200), (72, 128, 200, 256), (128, 256, 712, 896)]
     assert [(x.number, x.first_row, x.first_key) for x in explanation.slices] == [(0, 128, 0), (2, 0, 0), (2, 568, 512)]
     assert "3 documents, by which dropout counts; each makes a call for each run of rows" in str(explanation)
+    assert "call of rows 72:128 of sequence 2: keys 200:256, window (20, 0)" in str(explanation)
     traded = explain_context_parallel(
         q, *(x.repeat(1, 2, 1) for x in (k, v)), sequences=cut, strategy="ulysses", **over
     )
@@ -229,6 +230,8 @@ def test_calls_of_padded_entries_are_said() -> None:
     assert [x.entries for x in explanation.slices] == [(0, 1)]
     assert "2 padded entries of the batch; each makes a call for each run of rows" in str(explanation)
     json.dumps(explanation.to_dict())
+    equal = Sequences.padded(seqlens_k=torch.tensor([300, 300]))
+    assert "call of rows 0:128 of sequence 0 to 1: keys 0:300" in str(explained(sequences=equal))
 
 
 def test_what_trading_heads_sends_is_said() -> None:

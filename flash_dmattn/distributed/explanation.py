@@ -90,7 +90,7 @@ class ParallelExplanation(Explanation):
         ]
         if self.layout_k != self.layout:
             lines.append(f"layout_k: {_intervals(self.layout_k, self.rank)} of {self.layout_k.length} positions")
-        lines += ["", *(f"call of rows {p.row}:{p.row_stop}: {_keys_of(p)}" for p in self.slices), ""]
+        lines += ["", *(f"call of {_rows_of(p)}: {_keys_of(p)}" for p in self.slices), ""]
         for name, transfers in (("forward", self.forward_traffic), ("backward", self.backward_traffic)):
             sent, received = sum(x.sent for x in transfers), sum(x.received for x in transfers)
             lines.append(f"{name} sends {_size(sent)}, receives {_size(received)}")
@@ -353,6 +353,15 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
 
 def _intervals(layout: SequenceLayout, rank: int) -> str:
     return ", ".join(f"{start}:{stop}" for start, stop in layout.runs(rank))
+
+
+def _rows_of(part: Slice) -> str:
+    """Describe the rows of a slice, and the documents or padded entries that they are of."""
+    rows = f"rows {part.row}:{part.row_stop}"
+    if part.entries is None:
+        return rows
+    last = part.number + part.entries[1] - part.entries[0] - 1
+    return f"{rows} of sequence {part.number}" + (f" to {last}" if last > part.number else "")
 
 
 def _keys_of(part: Slice) -> str:
