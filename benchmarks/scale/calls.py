@@ -95,10 +95,9 @@ class Work:
     """One case.
 
     Attributes:
-        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, "packed",
-            documents in one sequence, "padded" entries of lengths in equal steps, "lists" of single keys with values
-            of their entries, or "dropout", which drops the same on one GPU and on ranks; "packed, dropout" is both. All
-            are causal.
+        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, or "topk" with a bias of the keys. "packed" are
+            documents in one sequence, "padded" entries of lengths in equal steps. "lists" are single keys with values
+            of their entries. "dropout" drops the same on one GPU and on ranks. All are causal.
     """
 
     kind: str
@@ -153,7 +152,7 @@ class Work:
 
     @property
     def lengths(self) -> Tensor:
-        """Of padded entries: an eighth of all positions and more."""
+        """The lengths of padded entries, from an eighth of all positions on."""
         return torch.linspace(self.length // 8, self.length, ENTRIES).int()
 
     def layout(self, group: Group) -> SequenceLayout:
