@@ -254,13 +254,13 @@ class Case:
 
     def repro(self) -> str:
         """One line that rebuilds this case, whatever its default dtype there."""
-        default = Case()
+        default = type(self)()
         changed = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
             if f.name == "dtype" or getattr(self, f.name) != getattr(default, f.name)
         ]
-        return f"Case({', '.join(changed)})"
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def sizes(self, letters: tuple[str, ...]) -> tuple[int, ...]:
         """A shape from letters: B, Hq, Hk, Lq, Lk, or 1."""

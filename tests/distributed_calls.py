@@ -6,14 +6,15 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accuracy import run
-from cases import Case, Inputs, Numbers
+from cases import DEVICE, Case, Inputs, Numbers
 from dispatched import Dispatched
 from draws import Features
 from draws import draw as draw_case
@@ -41,6 +42,7 @@ from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.dropout import Dropout
 
 Letters = tuple[str, ...]
 
@@ -75,14 +77,37 @@ MISTAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class DocumentDropout(NamedTuple):
+    """Dropout that counts rows and keys within each document, for probabilities of the whole sequence."""
+
+    dropout: Dropout
+    documents: tuple[int, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.dropout.scale
+
+    def kept_of(self, p: Tensor) -> Tensor:
+        """Whether each of the probabilities (1, Hk, G, L, L) is kept; True between documents."""
+        kept = torch.ones_like(p, dtype=torch.bool)
+        for number, (start, stop) in enumerate(pairwise(self.documents)):
+            own = (..., slice(start, stop), slice(start, stop))
+            kept[own] = self.dropout.starting_at(number).kept_of(p[own])
+        return kept
+
+    def apply(self, p: Tensor) -> Tensor:
+        return torch.where(self.kept_of(p), p * self.scale, 0.0)
+
+
 @dataclass(frozen=True)
 class ParallelCase(Case):
     """A call whose sequence ranks share: of small sizes and in fp64, if nothing else is said.
 
     `lists`: letters of the batch and heads of lists, the mask then; `blocks`: their `block_size`; `relative`: values of
     their entries. `documents`: the bounds of packed sequences; `used`: how many tokens of each are used, all without.
-    `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`: a name of
-    `MISTAKEN`. The others are arguments of `context_parallel_attention`.
+    `lengths`: of padded entries, of queries (all without) and of keys. `prepared`: the mask is a `ShardedMask`. `topk`:
+    it keeps the largest values of the bias. `mistake`: a name of `MISTAKEN`. `dropped`: the documents by which
+    dropout counts, if a mask is in their place. The others are arguments of `context_parallel_attention`.
     """
 
     seqlen_q: int = 32
@@ -95,6 +120,8 @@ class ParallelCase(Case):
     blocks: tuple[int, int] = (1, 1)
     documents: tuple[int, ...] = ()
     used: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    dropped: tuple[int, ...] = ()
     prepared: bool = False
     topk: bool = False
     mistake: str = ""
@@ -131,6 +158,11 @@ class ParallelCase(Case):
     def passed(self, bias: Tensor | None) -> Any:
         """The bias as calls take it, from its tensor."""
         return super().passed(bias) if self.lists is None or bias is None else ListBias(bias)
+
+    def dropout(self, device: torch.device | str = DEVICE) -> Any:
+        """The dropout of the call, as the formula takes it."""
+        dropout = super().dropout(device)
+        return DocumentDropout(dropout, self.dropped) if dropout is not None and self.dropped else dropout
 
     def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
         """The layouts of the queries and of the keys."""
@@ -185,7 +217,7 @@ def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
     rng = random.Random(number)
     case = draw_case(rng, features, number)
     shares_heads = case.bias is not None and case.bias[1] == "1" and case.bias[2] == "Lq"
-    return ParallelCase(
+    drawn = ParallelCase(
         **vars(case),
         layout=rng.choice(("zigzag", "contiguous", "balanced")),
         prepared=case.mask is not None and case.mask[3] != "Ls" and rng.random() < 0.3,
@@ -193,6 +225,25 @@ def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
         groups=None if shares_heads else rng.choice((None, 1, case.num_heads_k)),
         exchange=rng.choice((None, None, torch.promote_types(case.dtype, torch.float32))),
     )
+    return draw_sequences(rng, drawn)
+
+
+def draw_sequences(rng: random.Random, case: ParallelCase) -> ParallelCase:
+    """Make some calls ones with packed documents or padded entries, and some ones with dropout."""
+    kind = rng.choice(("", "", "packed", "padded"))
+    if kind == "packed":
+        bounds = (0, *sorted(rng.choices(range(case.seqlen_q + 1), k=rng.randrange(5))), case.seqlen_q)
+        has_pairs = case.bias is not None and case.bias[2] == "Lq" and case.bias[3] != "1"
+        bias = None if has_pairs else case.bias
+        case = case.with_(documents=bounds, batch=1, seqlen_k=case.seqlen_q, mask=None, prepared=False, bias=bias)
+    if kind == "padded":
+        queries, keys = (
+            tuple(rng.choice((length, rng.randint(0, length))) for _ in range(case.batch))
+            for length in (case.seqlen_q, case.seqlen_k)
+        )
+        # Rows of no sequence have no sink, and empty rows of a mask have one.
+        case = case.with_(lengths=(() if case.sink else queries, keys), prepared=False)
+    return case.with_(dropout_p=0.0 if case.prepared else rng.choice((0.0, 0.0, 0.2)))
 
 
 def draw(case: ParallelCase) -> Inputs:
@@ -229,11 +280,14 @@ def one_process(case: ParallelCase, x: Inputs, backend: Any = "eager") -> dict[s
             mask = PreparedMask.from_lists(mask, **sizes, **band)
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend, **flags)
 
-    return results_of(packed(case, call), case, x)
+    return results_of(with_sequences(case, call), case, x)
 
 
-def packed(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors with a batch of 1 that calls one with packed sequences, if the case has these."""
+def with_sequences(case: ParallelCase, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls one with the sequences of a case: packed ones of a batch of 1, or padded entries."""
+    if case.lengths[1]:
+        used = [torch.tensor(lengths) if lengths else None for lengths in case.lengths]
+        return partial(function, sequences=Sequences.padded(seqlens_q=used[0], seqlens_k=used[1]))
     if not case.documents or case.prepared:
         return function
 
@@ -285,7 +339,7 @@ def parallel(
         flags |= {"reduce_bias_grad": case.reduce, "head_groups": case.groups, "exchange_dtype": case.exchange}
         if rank > 0:  # the key of dropout is drawn by rank 0
             torch.manual_seed(1000 + rank)
-        return packed(case, function)(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
+        return with_sequences(case, function)(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
 
     mask, bias = (
         None if y is None or letters is None else shard_scores(letters, y, layouts, place)
@@ -347,7 +401,8 @@ def errors_of(case: ParallelCase, x: Inputs, results: dict[str, Tensor]) -> dict
             dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
         z = shard_result(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
-        errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf
+        difference = torch.where(y == z, torch.zeros_like(y), y - z).abs()  # -inf is equal to -inf
+        errors[name] = float(difference.nan_to_num(nan=torch.inf).max())  # a NaN is no maximum to Python
     return errors
 
 

@@ -47,7 +47,7 @@ from flash_dmattn import BackendUnsupportedError  # noqa: E402
 from flash_dmattn.biases import ListBias  # noqa: E402
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention  # noqa: E402
 from flash_dmattn.distributed import call as parallel_call  # noqa: E402
-from flash_dmattn.masks import PreparedMask, document_mask  # noqa: E402
+from flash_dmattn.masks import PreparedMask, causal_mask, document_mask, sliding_window_mask  # noqa: E402
 
 # Multicast of NVLink, in whichever way it would be used: it stays off on shared machines.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -70,6 +70,10 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
     # Intervals of every rank begin at multiples of 16.
     dropped = base.with_(dropout_p=0.1, head_dim=64 if large else dim, seqlen_q=max(length, 32 * size))
     dropped = dropped.with_(seqlen_k=dropped.seqlen_q)
+    # Documents end inside of blocks of 16, and one is empty; entries end on some rank, on the last, or have nothing.
+    cut = (0, 3, 3, length // 3, dropped.seqlen_q)
+    short, longer = (length // 3, length, 0), (length, length // 2, 5)
+    uneven = {"seqlen_q": 24 * size, "seqlen_k": 24 * size, "mask": "full", "bias": "full"}
     wide, documents = Numbers(("1", "Hq", "1"), 2 * length - 1, length - 1, "error"), (0, 3, length // 3, length)
     return {
         "causal": base,
@@ -115,6 +119,23 @@ def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
         "documents, all keys of each": base.with_(documents=documents, layout="contiguous", is_causal=False),
         "documents, ulysses": base.with_(documents=documents, strategy="ulysses", num_heads_k=8),
         "documents, distances": base.with_(documents=documents, relative=wide, reduce=True),
+        "documents, dropout": dropped.with_(documents=cut, layout="balanced", bias="keys_of_q", reduce=True),
+        "documents, dropout, all keys": dropped.with_(documents=cut, is_causal=False, sink="normal", reduce=True),
+        "documents, dropout, window": dropped.with_(documents=cut, window_size=(length // 8, -1), layout="contiguous"),
+        "documents, dropout, ulysses": dropped.with_(documents=cut, strategy="ulysses", num_heads_k=8),
+        "documents, dropout, mesh": dropped.with_(documents=cut, strategy="auto", mesh=(size, 1)),
+        "dropout, rows inside of a block": base.with_(dropout_p=0.1, head_dim=64 if large else dim, **uneven),
+        "padded": base.with_(batch=3, lengths=(short, short), bias="keys_of_q", reduce=True, layout="balanced"),
+        "padded, bias of pairs": base.with_(batch=3, lengths=(short, short), bias="full"),
+        "padded, shared bias": base.with_(batch=3, lengths=(short, short), bias="shared", bias_dtype=torch.float32),
+        "padded, sink": base.with_(batch=3, lengths=((), short), sink="normal", reduce=True, is_causal=False),
+        "padded, window": base.with_(batch=3, lengths=(short, short), window_size=(length // 8, -1)),
+        "padded, mask": base.with_(batch=3, lengths=((), short), mask="full", layout="contiguous"),
+        "padded, distances": base.with_(batch=3, lengths=(short, short), relative=wide, reduce=True),
+        "padded, more keys": base.with_(batch=3, seqlen_k=2 * length, lengths=(short, longer), groups=2),
+        "padded, ulysses": base.with_(batch=3, lengths=(short, short), strategy="ulysses", num_heads_k=8),
+        "padded, mesh": base.with_(batch=3, lengths=(short, short), strategy="auto", mesh=(1, size)),
+        "padded, dropout": dropped.with_(batch=3, lengths=(short, short)),
     }
 
 
@@ -165,11 +186,20 @@ def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str,
 
 
 def as_masked(case: ParallelCase, x: Inputs, got: dict[str, Tensor]) -> tuple[ParallelCase, Inputs, dict[str, Tensor]]:
-    """Return a call with lists or documents, and its results, as one with a mask and a bias, which the rule knows."""
+    """Return a call with lists or sequences, and its results, as one with a mask and a bias, which the rule knows."""
     if case.documents:
         lengths = torch.tensor(case.documents, device=case.device).diff()
         mask = document_mask(torch.repeat_interleave(torch.arange(len(lengths), device=case.device), lengths))
-        return case.with_(documents=()), replace(x, mask=mask), got
+        return case.with_(documents=(), dropped=case.documents), replace(x, mask=mask), got
+    if case.lengths[1]:
+        mask = torch.zeros(case.batch, 1, case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=case.device)
+        queries, keys = case.lengths
+        for entry, (seqlen_q, seqlen_k) in enumerate(zip(queries or (case.seqlen_q,) * case.batch, keys, strict=True)):
+            pairs, sizes = mask[entry, :, :seqlen_q, :seqlen_k], (seqlen_q, seqlen_k)
+            pairs[:] = sliding_window_mask(*sizes, case.window_size or (-1, -1), device=case.device)[0]
+            pairs &= causal_mask(*sizes, device=case.device)[0] if case.is_causal else True
+        mask = mask if x.mask is None else mask & x.mask
+        return case.with_(lengths=((), ()), is_causal=False, window_size=None), replace(x, mask=mask), got
     if case.lists is None:
         return case, x, got
     lists = PreparedMask.from_lists(x.mask, seqlen_k=case.seqlen_k)  # type: ignore[arg-type]

@@ -31,8 +31,10 @@ def test_a_quick_run_of_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         "causal, bias (B,Hq,L,L), 128, 4 on 2",
         "top-32, bias (B,Hq,1,L), 256, 4 on 2",
         "documents of 32, 256, 4 on 2",
+        "4 padded entries, 256, 4 on 2",
         "lists of 32 keys, bias of entries, 256, 4 on 2",
         "dropout 0.1, 256, 4 on 2",
+        "documents of 32, dropout 0.1, 256, 4 on 2",
     ]
     for row in ours:
         names = ["out", "dq", "dk", "dv"] + (["dbias"] if "bias" in row["case"] else [])
@@ -142,6 +144,30 @@ def test_lists_by_hand() -> None:
     assert one == pytest.approx((plain[0] * 2, plain[1] * 4)) and layer.share(2) == 1.0
     assert model.best(machine, layer, 2, "ulysses") is None and model.best(machine, layer, 2, "gather") is not None
     assert model.density_of(8, 3 - 1) == (1 + 2 + 3 * 6) / 64
+
+
+def test_padded_entries_by_hand() -> None:
+    """Rank 0 of two has the first and the last chunk of entries of 12800 and 25600 positions."""
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, batch=2, density=0.5, shortest=12800)
+    assert layer.lengths == (12800, 25600) and layer.share(2) == 1.0 and layer.calls(2) == 3
+    before = [n * (n + 1) / 2 for n in (0, 6400, 12800, 19200, 25600)]
+    outer, inner = 2 * before[1] + before[4] - before[3], 2 * (before[2] - before[1]) + before[3] - before[2]
+    assert layer.balance(2) == pytest.approx(max(outer, inner) * 2 / (outer + inner))
+    assert layer.causal_density == pytest.approx((before[2] + before[4]) / (2 * 25600**2))
+    full = model.replace(layer, shortest=0)
+    plain, x = model.predict(PLAIN, full, 2), model.predict(PLAIN, layer, 2)
+    assert x is not None and plain is not None
+    longer = 2 * 3.2768e-3 * 8.25 / 8 * (layer.balance(2) - 1)
+    assert x.forward - plain.forward == pytest.approx(longer, rel=1e-4)
+
+
+def test_many_calls_wait_for_the_host() -> None:
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.001, document=64, dropout=True)
+    machine = model.replace(PLAIN, host_call_us=1000.0)
+    assert layer.calls(2) == 200 and model.replace(layer, dropout=False).calls(2) == 1
+    x = model.predict(machine, layer, 2)
+    assert x is not None and x.forward == pytest.approx(0.2, rel=1e-3)
+    assert x.backward == pytest.approx(0.2, rel=1e-3)
 
 
 def test_dropout_by_hand() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,8 @@ def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, head
 band = Band(torch.ones(4, 1, 3), 1)
 
 
-PADDED = Sequences.padded(seqlens_k=torch.tensor([16]))
+PADDED = Sequences.padded(seqlens_k=torch.tensor([16, 9]))
+PAGED = Sequences.paged(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([16, 9]))
 
 
 def tokens() -> list[torch.Tensor]:
@@ -112,7 +114,34 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "sequences end at 16; ranks that share a sequence need the bounds of all of it, up to 32",
             lambda: ShardedMask.from_sequences(documents(), SequenceLayout.zigzag(32, 1), 0),
         ),
-        ("sequences are padded; ranks that", lambda: attend(*tokens(), sequences=PADDED)),
+        ("sequences are paged; ranks that", lambda: attend(sequences=PAGED)),
+        (
+            "sequences are padded; documents need",
+            lambda: ShardedMask.from_sequences(PADDED, SequenceLayout.zigzag(32, 1), 0),
+        ),
+        (r"q has shape \(16, 4, 8\); with sequences it needs", lambda: attend(*tokens(), sequences=PADDED)),
+        (
+            "q has 2 entries; it needs one for each sequence, 1",
+            lambda: attend(sequences=Sequences.padded(seqlens_k=torch.tensor([16]))),
+        ),
+        (
+            "seqlens_k has 17; it needs at most the 16 positions",
+            lambda: attend(sequences=Sequences.padded(seqlens_k=torch.tensor([16, 17]))),
+        ),
+        (
+            "seqlens_q has 18; it needs at most the 16 positions",
+            lambda: attend(
+                sequences=Sequences.padded(seqlens_q=torch.tensor([18, 3]), seqlens_k=torch.tensor([16, 1]))
+            ),
+        ),
+        (
+            "mask is a ShardedMask with sequences; it needs to be None or a bool tensor",
+            lambda: attend(*tensors(), mask_of(), sequences=PADDED),
+        ),
+        (
+            "values for distances -7 to 1; it needs those of the call, -8 to 15",
+            lambda: attend(*tensors(), None, Relative(torch.ones(4, 9), 7), sequences=PADDED),
+        ),
         ("sequences have other keys than queries", lambda: attend(*tokens(), sequences=documents(cu_k=(0, 9, 16)))),
         ("mask is a Tensor with sequences", lambda: attend(*tokens(), torch.ones(16, 16) > 0, sequences=documents())),
         (
@@ -124,13 +153,13 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(*tokens(), sequences=documents(), layout_k=SequenceLayout.zigzag(32, 1)),
         ),
         (
-            "layout has an interval from 24 on, and dropout_p is 0.1; where keys are gathered it needs to "
-            "begin at a multiple of 16",
-            lambda: describe(2, dropout_p=0.1),
+            "layout has an interval from 24 on, and dropout_p is 0.1; with a ShardedMask it needs to begin at a "
+            "multiple of 16",
+            lambda: describe(2, dropout_p=0.1, mask=mask_of(SequenceLayout.zigzag(32, 2), batch=2)),
         ),
         (
-            "dropout_p is 0.1 with packed documents over ranks; it needs to be 0.0: dropout counts entries",
-            lambda: attend(*tokens(), sequences=documents(), dropout_p=0.1),
+            "dropout_p is 0.1 with a ShardedMask of documents; it needs to be 0.0: dropout counts rows",
+            lambda: attend(*tensors(), ShardedMask.from_sequences(documents(), LAYOUT, 0), dropout_p=0.1),
         ),
         ("q is a nested tensor; context parallelism shares one", lambda: attend(*jagged())),
         ("q has 3 dimensions", lambda: attend(*[x[0] for x in tensors()])),
@@ -316,6 +345,67 @@ def test_masks_of_documents_are_on_the_device_of_q() -> None:
     assert attend(*batch, one).is_meta
 
 
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is NaN until something is written."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *x, **more: empty(*x, **more).fill_(torch.nan))
+
+
+@pytest.mark.usefixtures("unwritten")
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_padding_is_not_read_and_its_rows_are_written(strategy: str, dropout_p: float) -> None:
+    q, k, v = (x.double() for x in tensors())
+    sink, used = (
+        torch.ones(4, dtype=torch.float64),
+        Sequences.padded(seqlens_q=torch.tensor([16, 5]), seqlens_k=torch.tensor([0, 9])),
+    )
+    for x, length in ((q, 5), (k, 9), (v, 9)):
+        x[1, length:] = torch.nan
+    k[0], v[0] = torch.nan, torch.nan
+    results = []
+    for call in (lambda *x, **more: attend(*x, strategy=strategy, **more), flash_dmattn.attention):
+        torch.manual_seed(0)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sink)]
+        flags = {"sink": leaves[3], "sequences": used, "is_causal": True, "dropout_p": dropout_p, "return_lse": True}
+        out, lse = call(*leaves[:3], **flags)
+        loss = out.square().sum() + torch.where(lse > -torch.inf, lse, 0).sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+    out, lse, *gradients = results[0]
+    assert bool((out[1, 5:] == 0).all()) and bool((lse[1, :, 5:] == -torch.inf).all())
+    assert torch.equal(lse[0], sink.expand(16, 4).T) and all(bool(x.isfinite().all()) for x in gradients)
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_a_document_with_dropout_reads_no_other() -> None:
+    cut = Sequences.packed(torch.tensor([0, 3, 9, 16]), seqlens_q=torch.tensor([3, 4, 7]))
+    x = [y.double() for y in tokens()]
+    for y in x:
+        y[3:7] = torch.nan
+    leaves = [y.requires_grad_() for y in x]
+    out, lse = attend(*leaves, sequences=cut, dropout_p=0.3, strategy="gather", return_lse=True, is_causal=True)
+    assert bool(out[:3].isfinite().all()) and bool(out[9:].isfinite().all()) and bool(out[3:7].isnan().all())
+    assert bool((out[7:9] == 0).all()) and bool((lse[:, 7:9] == -torch.inf).all())
+    gradients = torch.autograd.grad(out[9:].sum(), leaves)
+    assert all(bool(y[9:].isfinite().all()) and bool((y[:3] == 0).all()) for y in gradients)
+
+
+def test_the_gradient_of_a_bias_of_padded_entries_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 16, 16, 4, 8).bfloat16()
+    used = Sequences.padded(seqlens_k=torch.randint(9, 17, (16,)))
+    gradients = []
+    for call in (partial(attend, strategy="gather"), flash_dmattn.attention):
+        bias = torch.ones(1, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+        out = call(q, k, v, None, bias, sequences=used)
+        gradients.append(torch.autograd.grad(out, bias, dout)[0].float())
+    one, other = gradients
+    assert float((one - other).norm() / other.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])
 def test_distances_cover_the_longest_document(strategy: str) -> None:
     x = [y.double().requires_grad_() for y in tokens()]
@@ -329,6 +419,9 @@ def test_distances_cover_the_longest_document(strategy: str) -> None:
     wanted = flash_dmattn.attention(*x, None, Relative(values, 8), sequences=bounded)
     for one, other in zip(gradients(own), gradients(wanted)):
         torch.testing.assert_close(one, other)
+    # A kernel reads values also for hidden pairs of two documents, which are farther apart.
+    rows = {"group": dist.group.WORLD, "layout": LAYOUT, "sequences": documents(), "strategy": strategy}
+    assert "clamped" in str(explain_context_parallel(*x, None, Relative(values, 8), **rows).problem)
     with pytest.raises(ValueError, match="values for distances -8 to 7; it needs those of the call, -8 to 8"):
         attend(*x, None, Relative(values[:, :16], 8), sequences=documents(), strategy=strategy)
 

@@ -17,6 +17,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.biases import Band, ListBias, Relative
 from flash_dmattn.distributed import SequenceLayout, ShardedMask, explain_context_parallel
+from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
 
@@ -197,12 +198,40 @@ def test_what_documents_send_is_said() -> None:
     q, k, v = (torch.randn(256, h, 16) for h in (4, 2, 2))
     over: Any = {"group": dist.group.WORLD, "layout": LAYOUT, "sequences": DOCUMENTS, "is_causal": True}
     explanation = explain_context_parallel(q, k, v, **over)
-    assert explanation.slices == plan(LAYOUT, 1, 1024, (-1, 0), (0, 512, 512, 1024))
+    assert explanation.slices == plan(LAYOUT, 1, 1024, (-1, 0), Spans((0, 512, 512, 1024), "masked"))
     assert [(x.start, x.stop, x.is_masked) for x in explanation.slices] == [(0, 256, False), (512, 896, False)]
     assert "call of rows 128:256: keys 512:896, causal" in str(explanation).splitlines()
     (keys,) = explanation.forward_traffic
     # Chunk 1 is read by ranks 2 and 3, chunk 6 by rank 0; this one reads chunks 0, 4 and 5.
     assert (keys.how, keys.sent, keys.received) == ("all_to_all", 3 * 128 * 2 * 32 * 4, 3 * 128 * 2 * 32 * 4)
+
+
+def test_calls_of_documents_with_dropout_are_said() -> None:
+    """Each document counts from its begin; a call begins at a multiple of 128 keys of it."""
+    q, k, v = (torch.randn(256, h, 16) for h in (4, 2, 2))
+    over: Any = {"group": dist.group.WORLD, "layout": LAYOUT, "window_size": (20, 0), "dropout_p": 0.1}
+    cut = Sequences.packed(torch.tensor([0, 200, 200, 1024]))
+    explanation = explain_context_parallel(q, k, v, sequences=cut, strategy="gather", **over)
+    assert [x[:4] for x in explanation.slices] == [(0, 72, 0, 200), (72, 128, 200, 256), (128, 256, 712, 896)]
+    assert [(x.number, x.first_row, x.first_key) for x in explanation.slices] == [(0, 128, 0), (2, 0, 0), (2, 568, 512)]
+    assert "3 documents, by which dropout counts; each makes a call for each run of rows" in str(explanation)
+    assert "call of rows 72:128 of sequence 2: keys 200:256, window (20, 0)" in str(explanation)
+    traded = explain_context_parallel(
+        q, *(x.repeat(1, 2, 1) for x in (k, v)), sequences=cut, strategy="ulysses", **over
+    )
+    assert "3 sequences, of which this rank has all positions; one call has them all" in traded.remarks
+    assert "3 packed sequences of 1024 queries" in str(traded)
+
+
+def test_calls_of_padded_entries_are_said() -> None:
+    used = Sequences.padded(seqlens_q=torch.tensor([200, 0]), seqlens_k=torch.tensor([1000, 1024]))
+    explanation = explained(sequences=used, is_causal=True)
+    assert [x[:5] for x in explanation.slices] == [(0, 72, 0, 1000, (-1, 0))]
+    assert [x.entries for x in explanation.slices] == [(0, 1)]
+    assert "2 padded entries of the batch; each makes a call for each run of rows" in str(explanation)
+    json.dumps(explanation.to_dict())
+    equal = Sequences.padded(seqlens_k=torch.tensor([300, 300]))
+    assert "call of rows 0:128 of sequence 0 to 1: keys 0:300" in str(explained(sequences=equal))
 
 
 def test_what_trading_heads_sends_is_said() -> None:

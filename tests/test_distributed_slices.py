@@ -18,6 +18,7 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.distributed import exchange as exchanging
+from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.exchange import places_in, runs_read
 from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
@@ -198,9 +199,35 @@ def test_documents_of_ranks_are_those_of_the_whole_call(window: Any) -> None:
             mask = ShardedMask.from_sequences(documents, layout, rank, window_size=window)
             assert torch.equal(mask.dense(), layout.shard(every, 2, rank)), (cu_seqlens, used, layout)
             assert torch.equal(mask.to("cpu").dense(), mask.dense())
-            bounds = mask.documents
-            read = runs_read(layout, rank, 48, window or (-1, -1), bounds)
+            read = runs_read(layout, rank, 48, window or (-1, -1), mask.spans)
             assert all(any(a <= j < b for a, b in read) for j in mask.dense()[0, 0].any(0).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (30, 0), (20, 9)])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_each_pair_of_a_sequence_is_in_one_call(kind: str, window: tuple[int, int]) -> None:
+    """Numbers of rows and keys begin at blocks of dropout."""
+    rng = random.Random(f"{kind} {window}")
+    for name, size in (("zigzag", 1), ("zigzag", 3), ("contiguous", 2), ("balanced", 2)):
+        layout, cuts = layout_of(name, 480, size), (0, *sorted(rng.choices(range(481), k=4)), 480)
+        bounds = [x for pair in itertools.pairwise(cuts) for x in pair]
+        spans, allowed = Spans(tuple(bounds), "packed"), torch.zeros(1, 480, 480)
+        if kind == "padded":
+            spans, allowed = Spans((480, 200, 480, 200, 70, 480, 0, 9), "padded"), torch.zeros(4, 480, 480)
+        for piece in spans.pieces(0, 480):
+            band = PreparedMask.from_mask(torch.ones(piece.seqlen_q, piece.seqlen_k) > 0, window_size=window).dense()
+            rows = slice(piece.first, piece.first + piece.seqlen_q)
+            own = allowed[piece.entry : piece.entry + piece.how_many, rows, piece.first : piece.first + piece.seqlen_k]
+            own += band[0]
+        for rank in range(size):
+            seen = torch.zeros(allowed.shape[0], layout.local_length, 480)
+            for part in plan(layout, rank, 480, window, spans):
+                band = PreparedMask.from_mask(
+                    torch.ones(part.seqlen_q, part.seqlen_k) > 0, window_size=part.window
+                ).dense()
+                seen[part.batch, part.rows, part.keys] += band[0]
+                assert (part.first_row - part.lead(0.5)) % 16 == 0 == part.first_key % 16 and part.lead(0.0) == 0
+            assert torch.equal(seen, layout.shard(allowed, 1, rank)), (spans, layout)
 
 
 def test_rows_of_one_document_need_no_mask() -> None:
@@ -208,7 +235,7 @@ def test_rows_of_one_document_need_no_mask() -> None:
     documents = Sequences.packed(torch.tensor([0, 5, 16, 64]))
     masks = [ShardedMask.from_sequences(documents, layout, rank, is_causal=True) for rank in range(4)]
     assert [mask.masks[0] is None for mask in masks] == [False, True, True, True]
-    assert [plan(layout, rank, 64, (-1, 0), masks[0].documents)[0][2:4] for rank in range(4)] == [
+    assert [plan(layout, rank, 64, (-1, 0), masks[0].spans)[0][2:4] for rank in range(4)] == [
         (0, 16),
         (16, 32),
         (16, 48),
@@ -253,7 +280,7 @@ def test_gradients_layout_keys_are_rounded_once(number: int, exchange: torch.dty
     for part in parts:
         gradient = torch.randn(2, part.stop - part.start, 2, 4).bfloat16()
         exact[:, part] += gradient
-        total.add(part, gradient.clone())
+        total.add((slice(None), part), gradient.clone())
     assert torch.equal(total.total(), exact.to(exchange))
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Numbers
+from cases import DEVICE, Numbers
+from conftest import needs_triton
 from distributed_calls import BIASES, DISTANCES, ENTRIES, MASKS, P, ParallelCase, Unlucky, draw_parallel
 from distributed_workers import torchrun, workers
 
@@ -21,6 +22,8 @@ L = partial(P, lists=("B", "1"))
 # Calls whose intervals begin at multiples of 16 on 4 ranks, with dropout. The generators of ranks differ.
 DROPPED = partial(P, dropout_p=0.3, seqlen_q=128, seqlen_k=128, batch=1)
 IN_ONE = partial(P, documents=(0, 3, 8, 17, 32), batch=1)
+# Padded entries; the last one has nothing else.
+SHORT = partial(P, batch=3, lengths=((20, 32, 0), (20, 20, 0)))
 U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 
 CASES = {
@@ -55,11 +58,57 @@ CASES = {
     "documents, used in part": IN_ONE(used=(2, 5, 0, 9), is_causal=True, dlse=True),
     "documents of no position": IN_ONE(documents=(0, 32), used=(0,), is_causal=True),
     "ulysses, documents": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, dlse=True, bias="keys_of_q"),
+    "documents, dropout": IN_ONE(dropout_p=0.3, is_causal=True, dlse=True, bias="keys_of_q", sink="normal"),
+    "documents, dropout, without causality": IN_ONE(
+        documents=(0, 1, 8, 8, 32), used=(1, 7, 0, 21), sink="normal", layout="contiguous", bias="query", dropout_p=0.3
+    ),
+    "documents, dropout, window": IN_ONE(
+        documents=(0, 7, 7, 300, 320), seqlen_q=320, seqlen_k=320, window_size=(40, 3), dropout_p=0.3, dlse=True
+    ),
+    "documents, dropout, band": IN_ONE(
+        relative=DISTANCES["band of groups"], is_causal=True, groups=2, layout="balanced", dropout_p=0.3, reduce=True
+    ),
+    "documents, dropout, relative": IN_ONE(relative=Numbers(("1", "Hq", "1"), 29, 14, "error"), dropout_p=0.3),
+    "documents, dropout, sharded": IN_ONE(documents=(0, 16, 32), bias="sharded", window_size=(-1, 1), dropout_p=0.3),
+    "documents, dropout, of no position": IN_ONE(documents=(0, 32), used=(0,), is_causal=True, dropout_p=0.3),
+    "ulysses, documents, dropout": IN_ONE(
+        strategy="ulysses", num_heads_k=4, is_causal=True, dlse=True, bias="keys_of_q", dropout_p=0.3, sink="normal"
+    ),
+    "ulysses, documents, relative": IN_ONE(
+        strategy="ulysses", num_heads_k=4, relative=Numbers(("1", "Hq", "1"), 29, 14, "error"), used=(2, 5, 9, 15)
+    ),
+    "ulysses, documents of no position": IN_ONE(strategy="ulysses", num_heads_k=4, documents=(0, 32), used=(0,)),
+    "padded": SHORT(is_causal=True, dlse=True, bias="full", sink="normal"),
+    "padded, queries without keys": SHORT(lengths=((), (20, 0, 3)), bias="shared", sink="normal", dlse=True, groups=2),
+    "padded, equal lengths": SHORT(
+        batch=4, lengths=((9, 9, 9, 5),) * 2, bias="shared", mask="group", layout="contiguous", window_size=(6, 2)
+    ),
+    "padded, cross": SHORT(seqlen_q=16, seqlen_k=48, lengths=((16, 3, 7), (48, 1, 0)), is_causal=True, bias="query"),
+    "padded, keys": SHORT(bias="sharded", mask="sharded", reduce=True, layout="balanced", dlse=True, softcap=2.0),
+    "padded, one for all keys": SHORT(bias="keys_of_q", mask="keys", reduce=True, lengths=((), (1, 30, 32))),
+    "padded, relative": SHORT(relative=Numbers(("B", "Hk", "1"), 51, 31, "error"), is_causal=True, reduce=True),
+    "padded, clamped": SHORT(relative=Numbers(("1", "Hq", "1"), 9, 6, "clamp"), window_size=(-1, 3), dlse=True),
+    "padded, band": SHORT(relative=DISTANCES["band"], layout="balanced", dlse=True),
+    "padded, band for all": SHORT(relative=DISTANCES["band of groups"], is_causal=True),
+    "padded, only dbias": SHORT(needs_grad=("bias",), bias="one_head"),
+    "padded, no gradient": SHORT(needs_grad=(), bias="one_head", is_causal=True),
+    "padded, nothing": SHORT(lengths=((0, 0, 0), (0, 3, 0)), bias="full", dlse=True),
+    "padded, dropout": SHORT(
+        lengths=((45, 64, 0), (45, 50, 9)), seqlen_q=64, seqlen_k=64, dropout_p=0.3, bias="full", is_causal=True
+    ),
+    "ulysses, padded": SHORT(strategy="ulysses", num_heads_k=4, bias="keys", mask="keys", is_causal=True, dlse=True),
+    "ulysses, padded, dropout": SHORT(
+        strategy="ulysses", num_heads_k=4, dropout_p=0.3, sink="normal", relative=DISTANCES["relative"], reduce=True
+    ),
     "ulysses, one document": IN_ONE(strategy="ulysses", num_heads_k=4, is_causal=True, documents=(0, 32)),
     "dropout": DROPPED(is_causal=True, bias="full", sink="normal", dlse=True, batch=2),
     "dropout, groups, cross": DROPPED(
         seqlen_k=160, groups=2, window_size=(40, 9), mask="prepared", layout="contiguous"
     ),
+    "dropout, rows inside of a block": P(
+        dropout_p=0.3, mask="full", bias="full", sink="normal", dlse=True, is_causal=True, groups=2
+    ),
+    "dropout, band inside of a block": P(dropout_p=0.3, relative=DISTANCES["band"], window_size=(9, 3), seqlen_k=40),
     "dropout, lists": DROPPED(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], is_causal=True),
     "ulysses, dropout": U(dropout_p=0.3, num_heads=8, num_heads_k=4, bias="keys", is_causal=True, dlse=True),
     "relative, groups, cross": P(
@@ -113,6 +162,8 @@ ON_A_MESH = {
     "band": OVER(relative=DISTANCES["band"], dlse=True, groups=2, num_heads=8, num_heads_k=4),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
     "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
+    "padded": OVER(batch=3, lengths=((20, 32, 0), (20, 20, 0)), is_causal=True, bias="full", dlse=True, dropout_p=0.2),
+    "documents, dropout": OVER(documents=(0, 3, 8, 17, 32), batch=1, is_causal=True, dlse=True, dropout_p=0.3),
     "dropout": OVER(
         dropout_p=0.3, seqlen_q=128, seqlen_k=128, num_heads=8, num_heads_k=4, groups=2, bias="full", is_causal=True
     ),
@@ -144,6 +195,8 @@ IN_PARTS: dict[str, ParallelCase] = {
     "relative": WINDOWED.with_(relative=DISTANCES["relative"], layout="balanced"),
     "documents": IN_DOCUMENTS.with_(is_causal=True, documents=(0, 200, 512, 520, 900, 1024), used=()),
     "documents, sharded": IN_DOCUMENTS.with_(bias="sharded", reduce=True, sink="normal"),
+    "padded": WINDOWED.with_(batch=3, lengths=((1000, 3, 0), (900, 3, 7)), bias="sharded", reduce=True, sink="normal"),
+    "documents, dropout": IN_DOCUMENTS.with_(is_causal=True, dropout_p=0.3, bias="sharded", reduce=True),
     "documents, window": IN_DOCUMENTS.with_(window_size=(40, 7), layout="zigzag"),
     "lists": WINDOWED.with_(lists=("B", "1"), relative=ENTRIES["B", "Hk", "Lq"], blocks=(1, 16)),
     "band": WINDOWED.with_(relative=DISTANCES["band"], batch=1),
@@ -198,6 +251,7 @@ FORMS = {
     "intervals": P(mask="prepared_keys", is_causal=True, seqlen_q=128, seqlen_k=128),
     "intervals made in the call": P(mask="keys", is_causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
     "keys": P(mask="prepared_keys", is_causal=True),
+    "tiles of padded entries": SHORT(mask="group", lengths=((20, 20, 0), (32, 32, 9)), groups=2, bias="shared"),
     "keys, sharded": P(mask="sharded", is_causal=True, window_size=(7, 0)),
     "tiles, sent in parts": WINDOWED.with_(mask="prepared", num_heads=4, groups=2),
 }
@@ -238,6 +292,8 @@ REPEATED = {
     "lists": L(relative=ENTRIES["B", "Hk", "Lq"], dtype=torch.bfloat16, is_causal=True),
     "documents": IN_ONE(dtype=torch.bfloat16, is_causal=True, bias="keys_of_q", reduce=True),
     "dropout": DROPPED(dtype=torch.bfloat16, is_causal=True, bias="full"),
+    "padded": SHORT(dtype=torch.bfloat16, is_causal=True, bias="shared", dlse=True),
+    "documents, dropout": IN_ONE(dtype=torch.bfloat16, is_causal=True, bias="keys_of_q", dropout_p=0.3),
 }
 
 
@@ -298,7 +354,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layout": ({"layout": SequenceLayout.zigzag(16, 1)}, ("ValueError", "layout is for 1 ranks; it needs")),
     "shape of mask": ({"mask": "wrong"}, ("ValueError", "mask has shape")),
     "dtype of mask": ({"mask": "numbers"}, ("TypeError", "mask has dtype float64; it needs bool")),
-    "dropout": ({"dropout_p": 0.1}, ("ValueError", "layout has an interval from")),
+    "dropout": ({"dropout_p": 0.1}, ("dropout_p", "0.0", "0.1")),
+    "dropout of prepared rows": (
+        {"dropout_p": 0.1, "mask": "prepared"},
+        ("ValueError", "layout has an interval from"),
+    ),
     "strategy": ({"strategy": "ulysses"}, ("ValueError", "strategy is 'ulysses', and a mask or bias has rows")),
     "groups of no heads": ({"groups": 3}, ("ValueError", "head_groups is 3; it needs to divide the 2 key-value heads")),
     "unfit backend": ({"backend": "triton"}, ("BackendUnsupportedError", "backend 'triton' does not support this")),
@@ -355,8 +415,16 @@ def test_other_values_on_one_rank_raise_on_all() -> None:
     assert_all_raise(IN_ONE(), 1, 2, {"documents": (0, 3, 40)}, {}, "ValueError", past)
     message = differing("dropout_p", "0.3", "0.2", 1, 2)
     assert_all_raise(DROPPED(batch=2), 1, 2, {"dropout_p": 0.2}, {}, "ValueError", message)
-    said = "rank 1: dropout_p is 0.3 with packed documents over ranks; it needs to be 0.0"
-    assert_all_raise(IN_ONE(), 1, 2, {"dropout_p": 0.3}, {}, "ValueError", said)
+    message = differing("dropout_p", "0.0", "0.3", 1, 2)
+    assert_all_raise(IN_ONE(), 1, 2, {"dropout_p": 0.3}, {}, "ValueError", message)
+    used, other = (20, 20, 32, 20, 0, 0), (20, 20, 32, 19, 0, 0)
+    message = differing("lengths", str(used), str(other), 1, 2)
+    assert_all_raise(SHORT(), 1, 2, {"lengths": (used[::2], other[1::2])}, {}, "ValueError", message)
+    said = "rank 1: seqlens_k has 33; it needs at most the 32 positions of the whole sequence"
+    assert_all_raise(SHORT(), 1, 2, {"lengths": ((), (20, 33, 0))}, {}, "ValueError", said)
+    assert_all_raise(
+        SHORT(), 1, 2, {"lengths": ((), ())}, {}, "ValueError", differing("sequences", "padded", "None", 1, 2)
+    )
     case = L(relative=ENTRIES["B", "Hk", "Lq"])
     message = differing("lists", "(1, 1, 7)", "(1, 2, 7)", 1, 2)
     assert_all_raise(case, 1, 2, {"blocks": (1, 2)}, {}, "ValueError", message)
@@ -457,6 +525,7 @@ COMPILED = {
     "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),
     "dropout": DROPPED(is_causal=True, dlse=True),
     "dropout, ulysses": U(dropout_p=0.3, num_heads_k=4),
+    "dropout, rows inside of a block": P(dropout_p=0.3, mask="full", bias="full", is_causal=True),
 }
 
 
@@ -488,6 +557,19 @@ def test_ranks_together_have_the_flop_of_one_call(causal: bool) -> None:
     )
     pairs = 2 * 4 * (sum(48 - 32 + i + 1 for i in range(32)) if causal else 32 * 48)
     assert counts[0] == counts[1] and sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
+
+
+def test_padding_has_no_flop() -> None:
+    case = P(head_dim=8, head_dim_v=4, lengths=((10, 32), (7, 20)))
+    pairs = 4 * (10 * 7 + 32 * 20)
+    counts = workers(2).run("distributed_calls.counted_flop", case)
+    assert sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_triton_drops_for_ranks_what_eager_drops_in_one_process() -> None:
+    assert "3 of 3 passed" in torchrun(2, "tests/interpreted_distributed.py")
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:

@@ -38,6 +38,7 @@ class Sizes:
     window: int = 4096
     packed: tuple[int, int, int] = (65536, 32, 8)
     document: int = 4096  # mean length of a document
+    padded: tuple[int, int, int] = (32768, 32, 8)
     listed: tuple[int, int, int] = (32768, 32, 2)
     dropped: tuple[int, int, int] = (32768, 16, 16)
     dtype: torch.dtype = torch.bfloat16
@@ -56,12 +57,14 @@ QUICK = Sizes(
     window=64,
     packed=(256, 4, 2),
     document=32,
+    padded=(256, 4, 2),
     listed=(256, 4, 2),
     dropped=(256, 4, 2),
     dtype=torch.float32,
 )
 # A rate, for heads of DROPPED_DIM: cuda has kernels with dropout for these alone.
 DROPOUT, DROPPED_DIM = 0.1, 64
+ENTRIES = 4  # of a padded batch
 IN_GRAPHS = 32768  # longer calls do not wait for the host
 PEERS_IN_FULL = 65536  # longer calls run beside the fastest form of a peer alone
 
@@ -92,9 +95,9 @@ class Work:
     """One case.
 
     Attributes:
-        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, "packed",
-            documents in one sequence, "lists" of single keys with values of their entries, or "dropout", which drops
-            the same on one GPU and on ranks. All are causal.
+        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, or "topk" with a bias of the keys. "packed" are
+            documents in one sequence, "padded" entries of lengths in equal steps. "lists" are single keys with values
+            of their entries. "dropout" drops the same on one GPU and on ranks. All are causal.
     """
 
     kind: str
@@ -117,6 +120,8 @@ class Work:
             "topk": f"top-{self.kept}, bias (B,Hq,1,L)",
             "window": f"window {self.window}",
             "packed": f"documents of {self.document}",
+            "packed, dropout": f"documents of {self.document}, dropout {DROPOUT}",
+            "padded": f"{ENTRIES} padded entries",
             "lists": f"lists of {self.kept} keys, bias of entries",
             "dropout": f"dropout {DROPOUT}",
         }
@@ -139,13 +144,27 @@ class Work:
 
     @property
     def dropout_p(self) -> float:
-        return DROPOUT if self.kind == "dropout" else 0.0
+        return DROPOUT if self.kind in ("dropout", "packed, dropout") else 0.0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kind in ("packed", "packed, dropout")
+
+    @property
+    def lengths(self) -> Tensor:
+        """The lengths of padded entries, from an eighth of all positions on."""
+        return torch.linspace(self.length // 8, self.length, ENTRIES).int()
 
     def layout(self, group: Group) -> SequenceLayout:
-        if self.kind == "packed":
+        work = None
+        if self.is_packed:
             lengths = self.bounds().diff().tolist()
-            work = torch.cat([torch.arange(n) + 1 for n in lengths]).tolist()
-            return SequenceLayout.balanced(work, self.length, group.size, pieces=4)
+            work = torch.cat([torch.arange(n) + 1 for n in lengths])
+        elif self.kind == "padded":
+            positions = torch.arange(self.length)
+            work = ((positions + 1) * (positions < self.lengths[:, None])).sum(0)
+        if work is not None:
+            return SequenceLayout.balanced(work.tolist(), self.length, group.size, pieces=4)
         return SequenceLayout.zigzag(self.length, group.size)
 
     def bounds(self) -> Tensor:
@@ -155,7 +174,10 @@ class Work:
         return torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([self.length])])
 
     def sequences(self, group: Group) -> Sequences | None:
-        return Sequences.packed(self.bounds().to(group.device)) if self.kind == "packed" else None
+        if self.kind == "padded":
+            used = self.lengths.to(group.device)
+            return Sequences.padded(seqlens_q=used, seqlens_k=used)
+        return Sequences.packed(self.bounds().to(group.device)) if self.is_packed else None
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """q, k, v and dout, and the bias where there is one: whole, and the same on every rank."""
@@ -165,7 +187,7 @@ class Work:
             return torch.randn(shape, dtype=self.dtype, device=group.device, generator=generator)
 
         tensors = {
-            name: normal(1, self.length, heads, self.head_dim)
+            name: normal(ENTRIES if self.kind == "padded" else 1, self.length, heads, self.head_dim)
             for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads), ("dout", self.heads))
         }
         if self.kind == "bias":
@@ -207,7 +229,7 @@ class Work:
         q, k, v, *bias = leaves
 
         def call() -> Tensor:
-            tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
+            tokens = (q[0], k[0], v[0]) if self.is_packed else (q, k, v)
             flags: dict[str, Any] = {"is_causal": True, "window_size": self.window_size, "sequences": sequences}
             if self.dropout_p > 0:
                 torch.manual_seed(1)
@@ -243,7 +265,7 @@ class Work:
         assert world is not None
 
         def call() -> Tensor:
-            tokens = (q, k, v) if sequences is None else (q[0], k[0], v[0])
+            tokens = (q[0], k[0], v[0]) if self.is_packed else (q, k, v)
             if self.dropout_p > 0:
                 torch.manual_seed(1 + group.rank)
             out = context_parallel_attention(
@@ -294,5 +316,8 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
     yield Work("bias", *sizes.biased, head_groups=(None,), **rest)
     yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)
     yield Work("packed", *sizes.packed, head_groups=(None,), **rest)
+    yield Work("padded", *sizes.padded, head_groups=(None,), **rest)
     yield Work("lists", *sizes.listed, head_groups=(None,), **rest)
-    yield Work("dropout", *sizes.dropped, head_groups=(None,), **{**rest, "head_dim": min(DROPPED_DIM, sizes.head_dim)})
+    rest["head_dim"] = min(DROPPED_DIM, sizes.head_dim)
+    for kind in ("dropout", "packed, dropout"):
+        yield Work(kind, *sizes.dropped, head_groups=(None,), **rest)

@@ -14,9 +14,12 @@ value:
     wire      bytes / bandwidth + latency + per_peer x peers, per collective
     traded    (inner - 1) / inner (n / W) heads D e: q, k, v, out forward; the same, dout and gradients backward
     gathered  (outer - 1) / outer n 2 (Hk / inner) D e; and as much again, of dK and dV, out of the backward pass; of a
-              window or of documents the share that a rank reads; lists may name any key, and gather all
+              window, of documents or of padded entries the share that a rank reads; lists may name any key, and gather
+              all
     balance   computing takes as long as on the rank with most of it; of documents of one length, in a contiguous layout
-              where ranks have whole ones, else in zigzag
+              where ranks have whole ones, else in zigzag; of padded entries in zigzag
+    calls     computing takes at least the host's time for the calls of a rank, if there are more than two: padded
+              entries make one each for each run of rows, and so do documents with dropout
     order     copies of these keys: 1 forward, to the order of positions; 6 backward, of keys and of fp32 sums
     forward   host_forward + wires + computing + order, one after the other: gathering a group of heads while the one
               before is computed has gained nothing wherever it was measured
@@ -40,7 +43,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.exchange import CLEAR_SHARE, share_moved
+from flash_dmattn.distributed.slices import plan
 
 Strategy = Literal["gather", "ulysses", "2d"]
 STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
@@ -69,6 +74,8 @@ class Machine:
             itself; as measured on an H200 with 16 query heads to a key head (docs/notes/lists.md).
         dropout_forward_tflops, dropout_backward_tflops: of causal calls with dropout, which are bound by drawing bits;
             as measured on an H200 at head dim 64 (docs/notes/scale.md).
+        host_call_us: microseconds of the host for one of many calls of a rank, which hide behind the GPU where it is
+            slower; 45 as measured on one core without launches, and about ten of these.
     """
 
     forward_tflops: float = 723.0
@@ -88,6 +95,7 @@ class Machine:
     lists_backward_tflops: float = 48.0
     dropout_forward_tflops: float = 165.0
     dropout_backward_tflops: float = 273.0
+    host_call_us: float = 100.0
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,9 @@ class Layer:
     """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores.
 
     `window` is how many keys before its own a causal query sees, 0 for all. `document` is the length of causal
-    documents that the sequence is packed of, 0 for one. `listed` is how many keys each query lists, 0 without lists.
-    `dropout` says whether probabilities are dropped. `density` is not derived from these.
+    documents that the sequence is packed of, 0 for one. `shortest` is the length of the shortest entry of a padded
+    batch, whose lengths go up to `length` in equal steps, 0 without padding. `listed` is how many keys each query
+    lists, 0 without lists. `dropout` says whether probabilities are dropped. `density` is not derived from these.
     """
 
     length: int
@@ -109,6 +118,36 @@ class Layer:
     document: int = 0
     listed: int = 0
     dropout: bool = False
+    shortest: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each entry.
+
+        >>> Layer(40, batch=3, shortest=20).lengths, Layer(40, shortest=20).lengths, Layer(40, batch=2).lengths
+        ((20, 30, 40), (40,), (40, 40))
+        """
+        shorter, steps = self.length - (self.shortest or self.length), max(1, self.batch - 1)
+        return tuple(self.length - shorter * step // steps for step in reversed(range(self.batch)))
+
+    @property
+    def spans(self) -> Spans:
+        """The documents or padded entries, as a call has them."""
+        if self.shortest:
+            return Spans(tuple(length for length in self.lengths for _ in range(2)), "padded")
+        step = self.document
+        begins = range(0, self.length, step) if step else ()
+        bounds = tuple(bound for begin in begins for bound in (begin, min(begin + step, self.length)))
+        return Spans(bounds, ("packed" if self.dropout else "masked") if step else "")
+
+    def calls(self, outer: int) -> int:
+        """Return the most calls that a rank makes in a pass.
+
+        >>> Layer(4096, document=256).calls(2), Layer(4096, document=256, dropout=True).calls(2)
+        (1, 8)
+        """
+        layout, spans = self.layout(outer), self.spans
+        return max(len(plan(layout, rank, self.length, (self.window or -1, 0), spans)) for rank in range(outer))
 
     def layout(self, outer: int) -> SequenceLayout:
         """Return who has which positions among `outer` ranks."""
@@ -117,27 +156,37 @@ class Layer:
 
     def share(self, outer: int) -> float:
         """Return the share that is moved, of the keys that an all_gather would move among `outer` ranks."""
-        layout, step = self.layout(outer), self.document
-        begins = range(0, self.length, step) if step else ()
-        documents = tuple(bound for begin in begins for bound in (begin, min(begin + step, self.length)))
-        share = share_moved(layout, layout, (self.window or -1, 0), documents)
+        layout = self.layout(outer)
+        share = share_moved(layout, layout, (self.window or -1, 0), self.spans)
         return share if share <= CLEAR_SHARE else 1.0
 
     def balance(self, outer: int) -> float:
-        """Return the work of the rank with most of it over the mean, of documents; 1 without.
+        """Return the work of the rank with most of it over the mean, of documents or padded entries; 1 without.
 
         >>> Layer(4096, document=1024).balance(4), Layer(4096, document=2048).balance(4)
         (1.0, 1.0)
         """
-        if not self.document:
+        if not self.document and not self.shortest:
             return 1.0
         loads = [
             sum(self._pairs(stop) - self._pairs(start) for start, stop in runs) for runs in self.layout(outer).intervals
         ]
         return max(loads) * outer / sum(loads)
 
+    @property
+    def causal_density(self) -> float:
+        """The share of all scores that causality leaves to documents or padded entries.
+
+        >>> Layer(4, document=2).causal_density, Layer(4, batch=2, shortest=2).causal_density  # of 16, and of 32
+        (0.375, 0.40625)
+        """
+        return self._pairs(self.length) / (self.length**2 * (self.batch if self.shortest else 1))
+
     def _pairs(self, row: int) -> int:
-        """Count the pairs of the queries before a row, each with the keys of its document up to itself."""
+        """Count the pairs of the queries before a row, each with the keys of its document or entry up to itself."""
+        if self.shortest:
+            used = [min(row, length) for length in self.lengths]
+            return sum(length * (length + 1) // 2 for length in used)
         number, rest = divmod(row, self.document)
         return number * self.document * (self.document + 1) // 2 + rest * (rest + 1) // 2
 
@@ -234,6 +283,9 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
     alone = [seconds / gpus * stretch + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
     host_forward, host_backward = machine.host_forward_us * 1e-6, machine.host_backward_us * 1e-6
     host_gather = machine.host_gather_us * 1e-6 if outer > 1 else 0.0
+    calls = layer.calls(outer) if outer > 1 else 1
+    if calls > 2:  # the host's time of a pass has two
+        alone = [max(seconds, calls * machine.host_call_us * 1e-6) for seconds in alone]
     if gpus == 1:
         host_forward = host_backward = 0.0  # an ordinary call
     forward += host_forward + gather + alone[0] + order
@@ -304,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--density", default=0.5, type=float, help="of allowed scores; 0.5 is causal")
     parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
     parser.add_argument("--document", default=0, help="tokens of each packed document, 0: one sequence", **integers)
+    parser.add_argument("--shortest", default=0, help="tokens of the shortest padded entry, 0: no padding", **integers)
     parser.add_argument("--listed", default=0, help="keys that each query lists, 0: no lists", **integers)
     parser.add_argument("--dropout", action="store_true", help="probabilities are dropped")
     parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
@@ -311,12 +364,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     sizes = (*options.lengths, *options.gpus, options.heads, *options.kv_heads, options.head_dim, options.batch)
-    forms = {name: getattr(options, name) for name in ("window", "document", "listed")}
+    forms = {name: getattr(options, name) for name in ("window", "document", "shortest", "listed")}
     for name, value in forms.items():
         if value < 0:
             parser.error(f"--{name} is {value}; it needs to be at least 1, or 0 for none")
     if sum(value > 0 for value in forms.values()) > 1:
-        parser.error("--window, --document and --listed are forms of a call; it needs to be one of them")
+        parser.error("--window, --document, --shortest and --listed are forms of a call; it needs to be one of them")
+    if options.shortest > min(options.lengths):
+        parser.error(f"--shortest is {options.shortest}; it needs to be at most each of --lengths, {options.lengths}")
     seen = options.window or options.listed - 1
     if min(sizes) < 1 or not 0 < options.density <= 1:
         parser.error("sizes need to be at least 1, and density above 0 and at most 1")
@@ -336,16 +391,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kv_heads,
             options.head_dim,
             options.batch,
-            (min(options.document, length) + 1) / (2 * length)
-            if options.document
-            else density_of(length, seen)
-            if seen >= 0
-            else options.density,
+            density_of(length, seen) if seen >= 0 else options.density,
             dropout=options.dropout,
             **forms,
         )
         for length in options.lengths
         for kv_heads in options.kv_heads
+    ]
+    layers = [
+        replace(layer, density=layer.causal_density) if layer.document or layer.shortest else layer for layer in layers
     ]
     print(", ".join(f"{field.name} {getattr(machine, field.name):g}" for field in fields(Machine)), end="\n\n")
     print(table(machine, layers, options.gpus))

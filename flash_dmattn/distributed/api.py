@@ -17,7 +17,7 @@ from ..problem import RawFlags, check_tensor, dtype_name, refuse_keywords
 from ..reference.dropout import draw_key, key_of_part
 from ..sequences import Sequences
 from .call import ParallelCall, Request, Strategy, choose_backends
-from .documents import rows_outside
+from .documents import NO_SPANS, rows_outside
 from .exchange import Route, gather_keys, share_key, sum_dtype, sum_gradient
 from .group import Group, Members, agree, check_layout, groups_of, next_number, refuse_together, size_and_rank
 from .layout import SequenceLayout
@@ -153,14 +153,17 @@ def context_parallel_attention(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
-        sequences: a `Sequences` of `Sequences.packed`, of all positions: the documents of the sequence, the same on
-            every rank. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in `attention`, out is (L / W, Hq,
-            Dv) and lse (Hq, L / W). Each query attends to its own document. There can be no other mask; a bias is (H,
-            1, L), (H, 1, L / W), (H, L / W, 1), or one by distance; a `Relative` covers the longest document. A NaN in
-            v of one document may reach others in the same slice.
+        sequences: the same on every rank; a `Relative` covers the longest one. Of `Sequences.packed`, with all
+            positions: the documents of the sequence. q, k and v are packed then, (L / W, Hq or Hk, D or Dv); as in
+            `attention`, out is (L / W, Hq, Dv) and lse (Hq, L / W). Each query attends to its own document. There can
+            be no other mask; a bias is (H, 1, L), (H, 1, L / W), (H, L / W, 1), or one by distance. Where keys are
+            gathered without dropout, a NaN in v of one document may reach others in the same slice. Or of
+            `Sequences.padded`: the used positions of each entry of the batch, at the front of all Lq and Lk. Causality,
+            windows and distances count from the end of each entry, and padding is not read. Any bias goes with them,
+            and a bool tensor as the mask.
         dropout_p: as in `attention`. Each rank draws from its generator, and what rank 0 draws counts for all, so that
-            one GPU in its state drops the same. Where keys are gathered, each interval of the layout begins at a
-            multiple of 16. Refused with packed documents.
+            one GPU in its state drops the same, also with sequences. With a `ShardedMask` each interval of the layout
+            begins at a multiple of 16; one of documents is refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
@@ -204,25 +207,29 @@ def context_parallel_attention(
     if call.trade is not None and call.strategy == "ulysses":
         heads = call.trade.heads
         bias = None if bias is None else heads.cut(bias)
-        own_mask = mask.masks[0] if isinstance(mask, ShardedMask) else None if mask is None else heads.cut(mask)
-        flags = call.problem.flags
-        added = Relative(bias.squeeze(2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
+        own_mask = heads.cut(mask) if isinstance(mask, Tensor) else None
+        flags, own_sequences = call.problem.flags, call.all_sequences
+        is_packed = own_sequences is not None and own_sequences.layout == "packed"
+        if is_packed:
+            q, k, v = (x.squeeze(0) for x in (q, k, v))
+            bias = None if bias is None else bias.squeeze(0)
+        added = Relative(bias.squeeze(-2), flags.zero, flags.outside) if bias is not None and flags.outside else bias
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        own = prepare_call(q, k, v, own_mask, added, sink, None, raw_flags._replace(return_lse=True))
-        out, lse = run_call(own, backend, dropout)
+        own = prepare_call(q, k, v, own_mask, added, sink, own_sequences, raw_flags._replace(return_lse=True))
+        out, lse = (x.unsqueeze(0) if is_packed else x for x in run_call(own, backend, dropout))
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink, dropout)
     rows = (out, lse) if call.trade is None else call.trade.to_rows(out, lse if return_lse else None)
-    out = rows[0] if sequences is None else rows[0].squeeze(0)
+    is_packed = sequences is not None and sequences.layout == "packed"
+    out = rows[0].squeeze(0) if is_packed else rows[0]
     if not return_lse or rows[1] is None:
         return out
     lse = rows[1]
-    if sequences is not None:
+    if sequences is not None and call.spans.kind == "masked" and sink is not None:
         # Rows of no sequence have no sink.
-        rank = size_and_rank(groups)[1]
-        outside = None if sink is None else rows_outside(sequences, call.documents, layout, rank, lse.device)
-        lse = (lse if outside is None else lse.masked_fill(outside, -math.inf)).squeeze(0)
-    return out, lse
+        outside = rows_outside(sequences, call.spans.bounds, layout, size_and_rank(groups)[1], lse.device)
+        lse = lse if outside is None else lse.masked_fill(outside, -math.inf)
+    return out, lse.squeeze(0) if is_packed else lse
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout) -> Tensor:
@@ -279,7 +286,7 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group, layout: SequenceLayout
         words = {"gathered": f"{dtype_name(x.dtype)} {tuple(x.shape)}", "dim": dim % x.dim(), "layout": layout}
         agree(groups, (*((name, str(value)) for name, value in words.items()), ("requires_grad", str(x.requires_grad))))
     flat = layout.flat
-    route = Route(members.name, members.rank, flat, flat, (), -1, -1, False, number)
+    route = Route(members.name, members.rank, flat, flat, *NO_SPANS, -1, -1, False, number)
     return gather_keys(x.movedim(dim, -1), route).movedim(-1, dim)
 
 
@@ -311,9 +318,9 @@ def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tens
     reduces, number = call.request.reduce_bias_grad, call.request.number
     if call.mask_needs_keys:
         mask = gather_keys(cast(Tensor, mask), call.route)
+    if bias is not None and call.sums_bias and needs.bias:
+        bias = bias.to(sum_dtype(bias.dtype))
     if bias is not None and call.shares_bias:
-        if needs.bias:
-            bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:
             bias = gather_keys(bias, call.route)
         elif needs.bias and reduces:

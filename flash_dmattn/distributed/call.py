@@ -30,7 +30,18 @@ from ..problem import (
 from ..reference.dropout import BLOCK
 from ..sequences import Sequences
 from ..validation import PreparedCall, describe, follow_autocast
-from .documents import Documents, bounds_text, cached_for, read_documents
+from .documents import (
+    NO_SPANS,
+    Documents,
+    Spans,
+    bounds_text,
+    cached_for,
+    check_kind,
+    read_documents,
+    read_lengths,
+    sequences_on,
+    without_empty,
+)
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout, size_and_rank
 from .layout import SequenceLayout
@@ -40,7 +51,7 @@ Strategy = Literal["auto", "gather", "ulysses"]
 
 
 # The arguments of a call that have to be the same on every rank.
-_SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse", "dropout_p")
+_SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse")
 
 
 class ParallelCall(NamedTuple):
@@ -58,7 +69,7 @@ class ParallelCall(NamedTuple):
         sends_parts: whether ranks of "gather" send only the keys that each rank needs; else every rank gets all keys.
         trade: how heads are traded for positions, with "ulysses" and over the inner dim of a mesh of two dims; else
             None.
-        documents: of packed sequences; () without.
+        spans: packed documents or padded entries.
     """
 
     problem: AttentionProblem
@@ -74,7 +85,7 @@ class ParallelCall(NamedTuple):
     head_groups: int
     sends_parts: bool
     trade: HeadTrade | None
-    documents: Documents
+    spans: Spans
 
     @property
     def mask_needs_keys(self) -> bool:
@@ -90,27 +101,40 @@ class ParallelCall(NamedTuple):
         return self.bias is not None and self.bias.shape[2] == 1 and self.problem.list_bias is None
 
     @property
+    def sums_bias(self) -> bool:
+        """Whether several calls have a value of the bias, so that its gradient is summed in fp32."""
+        return self.shares_bias or shares_entries(self.bias, self.problem, self.spans)
+
+    @property
+    def all_sequences(self) -> Sequences | None:
+        """The sequences of a call that has all positions of some heads; None where it has none, or a mask."""
+        sequences = self.request.sequences
+        if sequences is None or self.strategy != "ulysses":
+            return None
+        longest = max((seqlen_q for seqlen_q, _ in self.spans.lengths), default=0)
+        return sequences_on(sequences, self.request.q.device, longest)
+
+    @property
     def route(self) -> Route:
         """Which keys are sent between which ranks."""
-        over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat, self.documents)
+        over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat, *self.spans)
         return Route(*over, *self.problem.window, self.sends_parts, self.request.number)
 
     @property
     def slices(self) -> tuple[Slice, ...]:
         """The calls that this rank makes: one for each run of its rows, or one for all rows of its heads."""
         if self.strategy == "ulysses":
-            is_masked = self.documents != (0, self.layout.length)
-            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window, is_masked=is_masked),)
+            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window),)
         return self.slices_of(self.members.rank)
 
     def slices_of(self, rank: int) -> tuple[Slice, ...]:
         """The calls that a rank of "gather" makes."""
-        return plan(self.layout, rank, self.layout_k.length, self.problem.window, self.documents)
+        return plan(self.layout, rank, self.layout_k.length, self.problem.window, self.spans)
 
     def keys_held(self, rank: int) -> int:
         if not self.sends_parts:
             return self.layout_k.length
-        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window, self.documents))
+        return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window, self.spans))
 
     def problems(self) -> list[AttentionProblem]:
         """Return the different problems among the calls of all ranks. One choice of backends has to serve them all."""
@@ -118,17 +142,31 @@ class ParallelCall(NamedTuple):
         if self.trade is not None and self.strategy == "ulysses":  # all positions of the heads of a rank
             one = slice_problem(p, self.slices[0], self.trade.heads, self.layout_k.length)
             strides = unpacked_spec((p.batch, one.seqlen_q, one.num_heads, p.head_dim)).strides
-            return [one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)]
+            one = one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)
+            return [one if self.all_sequences is None else self._with_sequences(one, self.all_sequences)]
         # Dynamo of torch 2.11 sorts only by numbers, not by tuples.
         has_distances = p.relative is not None
         parts = dict.fromkeys(
-            (part._replace(row=0, row_stop=part.seqlen_q, shift=part.shift * has_distances), self.keys_held(rank))
+            (part.without_place(has_distances, p.dropout_p), self.keys_held(rank))
             for rank in range(self.members.size)
             for part in self.slices_of(rank)
-        )
+        ) or {(Slice(0, 0, 0, 0, (-1, -1)), 0): None}  # no rank makes a call where no sequence has a query
         ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
         heads = HeadGroup(0, self.head_groups)  # the other groups have equal problems
         return [slice_problem(p, part, heads, held) for part, held in ordered]
+
+    def _with_sequences(self, problem: AttentionProblem, sequences: Sequences) -> AttentionProblem:
+        """Describe the call with all positions of some heads, which has the sequences themselves."""
+        spec = sequences.describe_rows(self.layout.length, self.layout_k.length)
+        has_keys = problem.bias is not None and problem.bias.shape[3] > 1
+        flags = problem.flags._replace(sequences=spec, bias_packing="keys" if spec.packs_keys and has_keys else "none")
+        return problem._replace(
+            batch=spec.number,
+            seqlen_q=spec.max_seqlen_q,
+            seqlen_k=spec.max_seqlen_k,
+            flags=flags,
+            arrival="tokens" if spec.packs_queries else "rows",
+        )
 
     def shared(self, pair: Selection) -> Shared:
         """Return names and values, as text, of everything that has to be the same on every rank."""
@@ -136,6 +174,7 @@ class ParallelCall(NamedTuple):
         needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
         values = {
             "device": p.device,
+            "dropout_p": p.dropout_p,
             "q": f"{dtype_name(p.dtype)} {(p.batch, p.seqlen_q, p.num_heads, p.head_dim)}",
             "k": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim),
             "v": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim_v),
@@ -148,7 +187,9 @@ class ParallelCall(NamedTuple):
             "bias.zero, bias.outside": (p.flags.zero, p.flags.outside) if p.relative is not None else None,
             "sink": None if p.sink is None else dtype_name(p.sink),
             **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
-            "documents": bounds_text(self.documents),
+            "sequences": None if self.request.sequences is None else self.request.sequences.layout,
+            "documents": bounds_text(() if self.spans.kind == "padded" else self.spans.bounds),
+            "lengths": bounds_text(self.spans.bounds if self.spans.kind == "padded" else ()),
             "keys sent": "those that are read" if self.sends_parts else "all",
             **{name: getattr(p, name) for name in _SAME},
             "requires_grad": ", ".join(needed) or "nothing",
@@ -195,7 +236,7 @@ class Request(NamedTuple):
     def describe(self) -> ParallelCall:
         """Check the arguments, and make the call of the group that gathers keys, without sending or computing."""
         check_layout(self.layout, size_and_rank(self.groups)[0])
-        q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_tokens()))
+        q, k, v = follow_autocast(*(self[:3] if self.sequences is None else self._rows_of_sequences(self.sequences)))
         if invariant():
             raise ValueError("config(invariant=True) is in force; context_parallel_attention does not have the mode")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
@@ -224,20 +265,26 @@ class Request(NamedTuple):
             )
         return call
 
-    def _rows_of_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of packed sequences with a batch of 1; refuse arguments that these do not support."""
-        mask, bias = self.mask, self.bias
+    def _rows_of_sequences(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, of packed sequences with a batch of 1; refuse arguments that sequences do not support."""
+        check_kind(sequences)
+        mask, bias, is_packed = self.mask, self.bias, sequences.layout == "packed"
+        wanted = "tokens of this rank" if is_packed else "sequences, rows of this rank"
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
-            if not isinstance(x, Tensor) or x.dim() != 3:
+            if not isinstance(x, Tensor) or x.dim() != 4 - is_packed:
                 has = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-                raise ValueError(f"{name} has {has}; with sequences it needs (tokens of this rank, heads, head_dim)")
+                raise ValueError(f"{name} has {has}; with sequences it needs ({wanted}, heads, head_dim)")
         if isinstance(bias, ListBias):
             raise ValueError(
                 "bias is a ListBias with sequences; its lists are a mask, and sequences over ranks go with no other: "
-                "pass lists that name keys of the document of each query, without sequences"
+                "pass lists that name keys of the sequence of each query, without sequences"
             )
-        if mask is not None:
-            raise ValueError(f"mask is a {type(mask).__name__} with sequences, which are a mask; it needs to be None")
+        if mask is not None and (is_packed or not isinstance(mask, Tensor)):
+            needs = "None" if is_packed else "None or a bool tensor, because a prepared mask is of the whole batch"
+            why = ", which are a mask" if is_packed else ""
+            raise ValueError(f"mask is a {type(mask).__name__} with sequences{why}; it needs to be {needs}")
+        if not is_packed:
+            return self.q, self.k, self.v
         if self.layout_k not in (None, self.layout):
             raise ValueError("layout_k is not layout; with sequences keys need to be where the queries are")
         is_by_position = isinstance(bias, Tensor) and (bias.dim() != 3 or (bias.shape[1] > 1 and bias.shape[2] > 1))
@@ -315,15 +362,10 @@ class Request(NamedTuple):
         layout, layout_k = self.layout, self._check_layouts(members.size)
         raw_flags, by_distance = self.raw_flags, self.by_distance
         every_mask = _with_all_keys(mask, layout_k)
-        documents: Documents = ()
-        if self.sequences is not None:
-            documents = read_documents(self.sequences, layout.length)
-            no_mask = torch.empty(0, dtype=torch.bool, device=q.device)
-            every_mask = _without_memory(no_mask, 1, 1, layout.local_length, layout_k.length)
         has_values = by_distance is not None or self.is_list_bias
         every_bias = bias if has_values else _with_all_keys(bias, layout_k)
         if isinstance(mask, ShardedMask):
-            raw_flags, documents = _check_sharded(mask, raw_flags, members, layout, layout_k), mask.documents
+            raw_flags = _check_sharded(mask, raw_flags, members, layout, layout_k)
         if isinstance(mask, ShardedMask) and mask.form == "lists":
             every_mask = _one_of_lists(mask)
         elif isinstance(mask, ShardedMask):
@@ -341,37 +383,32 @@ class Request(NamedTuple):
         numbers = None if by_distance is None else by_distance._replace(outside="zero")
         call = PreparedCall(q, every_k, every_v, every_mask, every_bias, sink, raw_flags)
         problem, _, _ = describe(call._replace(by_distance=numbers, is_list_bias=self.is_list_bias))
+        spans = self._read_spans(problem, layout.length, layout_k.length)
         if by_distance is not None and bias is not None:
-            lengths, outside = (layout.length, layout_k.length), by_distance.outside
-            longest = max(stop - start for start, stop in zip(documents[::2], documents[1::2])) if documents else 0
-            if outside == "error" and documents and longest < layout.length:
+            outside, lengths = by_distance.outside, {(layout.length, layout_k.length)}
+            if outside == "error" and spans.kind:
                 # A slice of several documents has hidden pairs farther apart, which must not index outside of the
-                # values.
-                lengths, outside = (longest, longest), "clamp"
+                # values. Nor does a call with all positions need values for more than its sequences.
+                lengths, outside = spans.lengths, "clamp"
             if by_distance.outside == "error":
-                check_covered(bias.shape[-1], by_distance.zero, *lengths, problem.window)
+                for seqlen_q, seqlen_k in lengths:
+                    check_covered(bias.shape[-1], by_distance.zero, seqlen_q, seqlen_k, problem.window)
             problem = problem._replace(flags=problem.flags._replace(outside=outside))
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
-        if problem.dropout_p > 0 and documents:
-            raise ValueError(
-                f"dropout_p is {problem.dropout_p} with packed documents over ranks; it needs to be 0.0: dropout "
-                "counts entries, rows and keys within each document, and a call of a rank has rows of several"
-            )
+        if problem.dropout_p > 0 and isinstance(mask, ShardedMask):
+            _check_rows_of_dropout(problem.dropout_p, mask)
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
-        share = share_moved(layout, layout_k, problem.window, documents)
+        share = share_moved(layout, layout_k, problem.window, spans)
         share = share if share <= CLEAR_SHARE else 1.0
         has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
         heads = problem.num_heads, problem.num_heads_k
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
-        if problem.dropout_p > 0 and strategy == "gather":
-            _check_blocks(problem.dropout_p, layout)
-        if self.sequences is not None:
-            where = (layout, members.rank) if strategy == "gather" else (SequenceLayout.contiguous(layout.length, 1), 0)
-            mask = _document_mask(self.sequences, documents, q.device, *where, problem)
-        problem = _as_read(problem, mask, bias, layout_k)
+        if self.sequences is not None and spans.kind == "masked" and strategy == "gather":
+            mask = _document_mask(self.sequences, spans.bounds, q.device, layout, members.rank, problem)
+        problem = _as_read(problem, mask, bias, layout_k, spans)
         return ParallelCall(
             problem,
             passed,
@@ -386,8 +423,17 @@ class Request(NamedTuple):
             _check_head_groups(self.head_groups, problem, bias),
             strategy == "gather" and share < 1,
             HeadTrade(members, layout, layout_k, problem.num_heads_k, self.number) if strategy == "ulysses" else None,
-            documents,
+            spans,
         )
+
+    def _read_spans(self, problem: AttentionProblem, seqlen_q: int, seqlen_k: int) -> Spans:
+        """Return the sequences of the call, of whole lengths, or of its mask."""
+        if self.sequences is None:
+            return self.mask.spans if isinstance(self.mask, ShardedMask) else NO_SPANS
+        if self.sequences.layout == "padded":
+            return Spans(read_lengths(self.sequences, problem.batch, seqlen_q, seqlen_k), "padded")
+        documents = read_documents(self.sequences, seqlen_q)
+        return Spans(documents, "packed") if problem.dropout_p > 0 else Spans(without_empty(documents), "masked")
 
     def _check_layouts(self, size: int) -> SequenceLayout:
         """Return the layout of the keys."""
@@ -409,13 +455,19 @@ class Request(NamedTuple):
         return layout_k
 
 
-def _check_blocks(dropout_p: float, layout: SequenceLayout) -> None:
-    """Refuse rows that begin inside of a block of dropout: the call of a slice draws for whole ones."""
-    for start, _ in chain.from_iterable(layout.intervals):
+def _check_rows_of_dropout(dropout_p: float, mask: ShardedMask) -> None:
+    """Refuse dropout with a prepared mask that has no whole blocks of dropout."""
+    if mask.spans.kind:
+        raise ValueError(
+            f"dropout_p is {dropout_p} with a ShardedMask of documents; it needs to be 0.0: dropout counts rows and "
+            "keys within each document, and a prepared mask has rows of several: pass sequences="
+        )
+    for start, _ in chain.from_iterable(mask.layout.intervals):
         if start % BLOCK:
             raise ValueError(
-                f"layout has an interval from {start} on, and dropout_p is {dropout_p}; where keys are gathered it "
-                f"needs to begin at a multiple of {BLOCK} (over one group, strategy='ulysses' takes any layout)"
+                f"layout has an interval from {start} on, and dropout_p is {dropout_p}; with a ShardedMask it needs to "
+                f"begin at a multiple of {BLOCK}: dropout is drawn for whole blocks of rows, and a prepared mask has "
+                "no rows before its own (pass a bool tensor as the mask)"
             )
 
 
@@ -479,8 +531,17 @@ def _check_sharded(
     return raw_flags._replace(is_causal=mask.is_causal, window_size=mask.window_size)
 
 
+def shares_entries(bias: Tensor | None, problem: AttentionProblem, spans: Spans) -> bool:
+    """Return whether entries of the batch that make calls of their own share one entry of the bias."""
+    return bias is not None and bias.shape[0] == 1 < problem.batch and spans.kind == "padded"
+
+
 def _as_read(
-    problem: AttentionProblem, mask: Tensor | ShardedMask | None, bias: Tensor | None, layout_k: SequenceLayout
+    problem: AttentionProblem,
+    mask: Tensor | ShardedMask | None,
+    bias: Tensor | None,
+    layout_k: SequenceLayout,
+    spans: Spans,
 ) -> AttentionProblem:
     """Describe mask and bias of the slices: prepared, gathered, or in the dtype of the sum of its gradients."""
     if isinstance(mask, ShardedMask):
@@ -490,7 +551,9 @@ def _as_read(
         problem = problem._replace(mask=prepared, mask_form=form)
     elif is_sharded_by_keys(mask, layout_k) and problem.mask is not None:
         problem = problem._replace(mask=unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool))
-    if bias is None or bias.shape[2] > 1 or problem.list_bias is not None:
+    if bias is None or problem.list_bias is not None:
+        return problem
+    if bias.shape[2] > 1 and not shares_entries(bias, problem, spans):
         return problem
     dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
     if problem.relative is not None:
@@ -540,7 +603,7 @@ def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
         return choose(call.problems()[0], requested)
     if torch.compiler.is_compiling():  # sizes may be symbols there, which cannot be in a key
         return _choose_pair(call.problems(), requested)
-    shape = (call.problem, call.layout, call.documents, call.head_groups, call.sends_parts)
+    shape = (call.problem, call.layout, call.spans, call.head_groups, call.sends_parts)
     key = (*shape, requested, disabled(), BACKENDS.version)
     return _pairs.get_or_make(key, lambda: _choose_pair(call.problems(), requested))
 

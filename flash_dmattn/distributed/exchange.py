@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..definition import define
-from .documents import Documents, bounds_text
+from .documents import NO_SPANS, Spans, bounds_text
 from .group import Members, agree_within, process_group
 from .layout import Interval, SequenceLayout, from_flat
 from .slices import HeadGroup, Slice, plan
@@ -84,11 +84,11 @@ def places_in(held: Runs, parts: tuple[Slice, ...]) -> tuple[slice, ...]:
 
 
 def runs_read(
-    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
+    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], spans: Spans = NO_SPANS
 ) -> Runs:
     """Return the keys that the slices of a rank need; arguments as for `plan`."""
     runs: list[Interval] = []
-    for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window, documents)):
+    for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window, spans)):
         if start == stop:
             continue
         if runs and start <= runs[-1][1]:
@@ -119,14 +119,14 @@ def plan_moves(
     rank: int,
     window: tuple[int, int],
     all_held: bool = False,
-    documents: Documents = (),
+    spans: Spans = NO_SPANS,
 ) -> Moves:
     """Return the moves of a rank; with `all_held` its received tensor has all keys, needed or not.
 
     Layouts are `SequenceLayout.flat`, and the window has causality folded in.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
-    reads = [runs_read(rows, r, keys.length, window, documents) for r in range(rows.world_size)]
+    reads = [runs_read(rows, r, keys.length, window, spans) for r in range(rows.world_size)]
     local, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
     sends = tuple(common(local, runs) for runs in reads)
     receives = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
@@ -147,22 +147,20 @@ def _pieces(held: Runs, receives: tuple[Runs, ...]) -> tuple[tuple[int, int, int
 
 
 def share_moved(
-    layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int], documents: Documents = ()
+    layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int], spans: Spans = NO_SPANS
 ) -> float:
     """Return the most positions that a rank sends or receives if only needed keys are sent; an all_gather is 1."""
     # The last row needs the first key, or no key is sent.
-    if (window[0] < 0 and not documents) or layout.world_size == 1:
+    if (window[0] < 0 and not spans.kind) or layout.world_size == 1:
         return 1.0
-    return _share_moved(layout.flat, layout_k.flat, window, documents)
+    return _share_moved(layout.flat, layout_k.flat, window, spans)
 
 
 @lru_cache(maxsize=256)
-def _share_moved(
-    layout: tuple[int, ...], layout_k: tuple[int, ...], window: tuple[int, int], documents: Documents
-) -> float:
+def _share_moved(layout: tuple[int, ...], layout_k: tuple[int, ...], window: tuple[int, int], spans: Spans) -> float:
     rows, keys = from_flat(layout), from_flat(layout_k)
     ranks = range(rows.world_size)
-    reads = [runs_read(rows, rank, keys.length, window, documents) for rank in ranks]
+    reads = [runs_read(rows, rank, keys.length, window, spans) for rank in ranks]
     kept = [length_of(common(keys.runs(rank), reads[rank])) for rank in ranks]
     # Between two neighbouring edges the owner and the number of ranks that need a key are constant.
     owner_from = {start: rank for rank in ranks for start, _ in keys.runs(rank)}
@@ -306,16 +304,16 @@ def _exchange(
 
 
 ROUTE = (
-    "str group, int rank, int[] layout, int[] layout_k, int[] documents, int left, int right, bool sends_parts, "
-    "int number"
+    "str group, int rank, int[] layout, int[] layout_k, int[] bounds, str kind, int left, int right, "
+    "bool sends_parts, int number"
 )
 
 
 class Route(NamedTuple):
     """Which keys are sent between which ranks: arguments of operators, in the order of `ROUTE`.
 
-    Layouts are `SequenceLayout.flat`. The window of the whole call has causality folded in. `documents` are the bounds
-    of packed sequences. `sends_parts` is whether ranks send only keys that are needed; else every rank gets all keys.
+    Layouts are `SequenceLayout.flat`. The window of the whole call has causality folded in. `bounds` and `kind`
+    are `Spans`. `sends_parts` is whether ranks send only keys that are needed; else every rank gets all keys.
     `number` counts the calls, to identify backward passes; it is 0 in a compiled graph.
     """
 
@@ -323,7 +321,8 @@ class Route(NamedTuple):
     rank: int
     layout: tuple[int, ...]
     layout_k: tuple[int, ...]
-    documents: Documents
+    bounds: tuple[int, ...]
+    kind: Any
     left: int
     right: int
     sends_parts: bool
@@ -337,7 +336,11 @@ class Route(NamedTuple):
 
     @property
     def parts(self) -> tuple[Slice, ...]:
-        return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right), self.documents)
+        return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right), self.spans)
+
+    @property
+    def spans(self) -> Spans:
+        return Spans(self.bounds, self.kind)
 
     @property
     def held(self) -> Runs:
@@ -347,11 +350,11 @@ class Route(NamedTuple):
     def moves(self, all_held: bool = False) -> Moves:
         """Return the keys that ranks send each other if they send only needed ones."""
         window = (self.left, self.right)
-        return plan_moves(self.layout, self.layout_k, self.rank, window, all_held, self.documents)
+        return plan_moves(self.layout, self.layout_k, self.rank, window, all_held, self.spans)
 
     def compare(self, direction: str, **values: object) -> None:
         """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""
-        route = {**self._asdict(), "documents": bounds_text(self.documents)}
+        route = {**self._asdict(), "bounds": bounds_text(self.bounds)}
         del route["rank"]
         agree_within(self.group, direction, self.number, {**values, **route})
 

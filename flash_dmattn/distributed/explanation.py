@@ -90,7 +90,7 @@ class ParallelExplanation(Explanation):
         ]
         if self.layout_k != self.layout:
             lines.append(f"layout_k: {_intervals(self.layout_k, self.rank)} of {self.layout_k.length} positions")
-        lines += ["", *(f"call of rows {p.row}:{p.row_stop}: {_keys_of(p)}" for p in self.slices), ""]
+        lines += ["", *(f"call of {_rows_of(p)}: {_keys_of(p)}" for p in self.slices), ""]
         for name, transfers in (("forward", self.forward_traffic), ("backward", self.backward_traffic)):
             sent, received = sum(x.sent for x in transfers), sum(x.received for x in transfers)
             lines.append(f"{name} sends {_size(sent)}, receives {_size(received)}")
@@ -314,10 +314,15 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
 
 def _remarks(call: ParallelCall) -> Iterator[str]:
     """Yield remarks: which tensors are not sent, which gradients are partial, and the dtypes of sending and summing."""
-    needs = call.problem.needs_grad
+    needs, number = call.problem.needs_grad, len(call.spans.bounds) // 2
+    if call.spans.is_split and call.strategy == "gather":
+        named = "documents, by which dropout counts" if call.spans.kind == "packed" else "padded entries of the batch"
+        yield f"{number} {named}; each makes a call for each run of rows, consecutive ones of equal lengths one"
+    elif call.spans.kind and call.strategy == "ulysses":
+        yield f"{number} sequences, of which this rank has all positions; one call has them all"
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
-        if name == "mask" and call.documents:
-            yield f"{len(call.documents) // 2} documents; a call of rows of several reads an interval mask, others none"
+        if name == "mask" and call.spans.kind == "masked" and call.strategy == "gather":
+            yield f"{number} documents; a call of rows of several reads an interval mask, others none"
         elif is_sharded:
             yield f"{name}: sharded by keys, gathered"
         elif isinstance(x, ShardedMask) and x.form == "lists":
@@ -340,7 +345,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         sent, total = (dtype_name(x) for x in (call.request.exchange_dtype or dtype, sum_dtype(dtype)))
         yield f"gradients of k and v: sent in {sent}, summed in {total} in the order of ranks"
     if call.sends_parts:
-        share = share_moved(call.layout, call.layout_k, call.problem.window, call.documents)
+        share = share_moved(call.layout, call.layout_k, call.problem.window, call.spans)
         yield f"ranks send the keys that others read: no rank more than {share:.1%} of what an all_gather would"
     if call.head_groups > 1:
         yield f"key-value heads go in {call.head_groups} groups, each on its way while the one before it is computed"
@@ -348,6 +353,15 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
 
 def _intervals(layout: SequenceLayout, rank: int) -> str:
     return ", ".join(f"{start}:{stop}" for start, stop in layout.runs(rank))
+
+
+def _rows_of(part: Slice) -> str:
+    """Describe the rows of a slice, and the documents or padded entries that they are of."""
+    rows = f"rows {part.row}:{part.row_stop}"
+    if part.entries is None:
+        return rows
+    last = part.number + part.entries[1] - part.entries[0] - 1
+    return f"{rows} of sequence {part.number}" + (f" to {last}" if last > part.number else "")
 
 
 def _keys_of(part: Slice) -> str:

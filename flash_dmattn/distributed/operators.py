@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +18,14 @@ from ..definition import distinct, is_transformed
 from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
-from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, spread, with_dbias
+from ..gradients import empty_gradient, empty_gradients, empty_outputs, fill_empty, narrow, spread
 from ..operators import count_backward_flop, count_forward_flop, define_counted, describe_operands
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from ..reference.dropout import key_of_part
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in, sum_dtype
-from .layout import from_flat
-from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_problem
+from .slices import HeadGroup, ShardedMask, Slice, share_of_values, slice_problem, with_lead
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor? dropout"
 _NUMBERS = (
@@ -61,7 +61,8 @@ class RankRows(NamedTuple):
     """The calls of a rank: its slices, and the index of the keys in k and v, the mask and the dropout key of each.
 
     q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one; or values of distances or
-    of entries of lists. `flags` belong to all rows over all keys.
+    of entries of lists. `flags` belong to all rows over all keys. `is_split` is whether documents or entries make calls
+    of their own: some rows may then be in no call, and an entry of a bias in several.
     """
 
     parts: tuple[Slice, ...]
@@ -73,6 +74,7 @@ class RankRows(NamedTuple):
     sink: Tensor | None
     flags: Flags
     needs_grad: NeedsGrad
+    is_split: bool = False
 
     def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse of a group of heads; k and v have the received keys in global order."""
@@ -81,7 +83,9 @@ class RankRows(NamedTuple):
         # The largest first, because the host prepares the other ones while it is computed.
         for part, keys, view, dropout in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             problem, inputs = self._slice(part, heads, view, dropout, k, v, keys)
-            out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
+            lead, results = part.lead(self.flags.dropout_p), forward_pass(backend, problem)(inputs)
+            out[part.batch, part.rows, query_heads] = results[0][:, lead:]
+            lse[part.batch, query_heads, part.rows] = results[1][..., lead:]
 
     def backward(
         self,
@@ -108,30 +112,33 @@ class RankRows(NamedTuple):
         for part, keys, view, dropout in zip(self.parts, self.places, self.views, self.dropouts):
             problem, inputs = self._slice(part, heads, view, dropout, k, v, keys)
             rest: dict[str, Tensor] = {}
-            group_dbias = None if sums.bias is None else heads.cut(sums.bias)
-            rows, last = self._place_in_bias(part)
-            place = None if group_dbias is None or last != part.keys else _cleared_around(group_dbias, part)
-            if place is not None and backend.stores_dbias:
-                rest["dbias_out"] = place
-            # out and lse have the layout in which every backend writes them.
-            saved = Saved(
-                inputs, out[:, part.rows, query_heads].contiguous(), lse[:, query_heads, part.rows].contiguous()
-            )
-            dlse_rows = None if dlse is None else dlse[:, query_heads, part.rows]
-            gradients = backward_pass(backend, problem)(saved, dout[:, part.rows, query_heads], dlse_rows, **rest)
-            if place is not None:
-                gradients = with_dbias(gradients, place)
+            group_dbias, lead = None if sums.bias is None else heads.cut(sums.bias), part.lead(self.flags.dropout_p)
+            at = None if group_dbias is None else self._place_in_bias(part)
+            is_added = self.is_split or (group_dbias is not None and group_dbias.shape[2] == 1)
+            place = None
+            if group_dbias is not None and at is not None and not is_added:
+                place = _cleared_around(group_dbias, part) if at[3] == part.keys else group_dbias[at]
+                if backend.stores_dbias and at[3] == part.keys and lead == 0:
+                    rest["dbias_out"] = place
+            # out and lse have the layout in which every backend writes them. No row before others has a gradient: its
+            # probabilities are exp(s - inf).
+            rows, results = (part.batch, part.rows, query_heads), (part.batch, query_heads, part.rows)
+            own_lse = with_lead(lse[results], 2, lead, math.inf)
+            saved = Saved(inputs, with_lead(out[rows], 1, lead).contiguous(), own_lse.contiguous())
+            own_dlse = None if dlse is None else with_lead(dlse[results], 2, lead)
+            gradients = backward_pass(backend, problem)(saved, with_lead(dout[rows], 1, lead), own_dlse, **rest)
             dq, dk_part, dv_part, dbias, *dsink = gradients
             if dq is not None and sums.q is not None:
-                sums.q[:, part.rows, query_heads] = dq
+                sums.q[rows] = dq[:, lead:]
             for total, term in ((dk, dk_part), (dv, dv_part)):
                 if total is not None and term is not None:
-                    total.add(keys, term)
-            if dbias is not None and group_dbias is not None and place is None:
-                if group_dbias.shape[2] == 1:  # one row for all queries, to which each slice adds a term
-                    group_dbias[..., last] += dbias
-                else:
-                    group_dbias[:, :, rows] = dbias
+                    total.add((part.batch, keys), term)
+            if dbias is not None and group_dbias is not None and at is not None:
+                dbias = dbias[:, :, lead:] if lead and group_dbias.shape[2] > 1 else dbias
+                if place is None:  # one of several terms
+                    group_dbias[at] += dbias
+                elif dbias is not place:
+                    place.copy_(dbias)
             if dsink and dsink[0] is not None and sums.sink is not None:
                 sums.sink[query_heads] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
@@ -140,13 +147,17 @@ class RankRows(NamedTuple):
         self, part: Slice, heads: HeadGroup, view: MaskView, dropout: Tensor | None, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
         """Return the call of one slice and one group of heads."""
-        query_heads, flags, (rows, last) = heads.of(self.q.shape[2]), self.flags, self._place_in_bias(part)
+        query_heads, flags = heads.of(self.q.shape[2]), self.flags
+        lead, bias = part.lead(flags.dropout_p), None
+        if self.bias is not None:
+            bias = heads.cut(self.bias[self._place_in_bias(part)])
+            bias = with_lead(bias, 2, lead) if self.bias.shape[2] > 1 else bias
         inputs = Inputs(
-            self.q[:, part.rows, query_heads],
-            k[:, keys],
-            v[:, keys],
+            with_lead(self.q[part.batch, part.rows, query_heads], 1, lead),
+            k[part.batch, keys],
+            v[part.batch, keys],
             view_of_heads(view, heads),
-            None if self.bias is None else heads.cut(self.bias[:, :, rows, last]),
+            bias,
             None if self.sink is None else self.sink[query_heads],
             dropout=None if dropout is None else key_of_part(dropout, head=query_heads.start),
         )
@@ -154,15 +165,14 @@ class RankRows(NamedTuple):
         (left, right), needs_grad = part.window, self.needs_grad
         return describe_operands(inputs, flags._replace(left=left, right=right, zero=zero), needs_grad), inputs
 
-    def _place_in_bias(self, part: Slice) -> tuple[slice, slice]:
-        """Return the rows and keys of the bias for a slice, or all values of distances or of a list."""
-        if self.bias is None:
-            return slice(None), slice(None)
-        *_, rows, keys = self.bias.shape
+    def _place_in_bias(self, part: Slice) -> tuple[slice, ...]:
+        """Return the index of the part of the bias for a slice; it has all values of distances or of a list."""
+        assert self.bias is not None
+        batch, heads, rows, keys = part.place_in(self.bias)
         if self.flags.is_list_bias:
-            return part.rows_of(share_of_values(rows, self.q.shape[1], self.flags.block_q)), slice(None)
-        has_keys = keys > 1 and not self.flags.outside
-        return part.rows if rows > 1 else slice(None), part.keys if has_keys else slice(None)
+            share = share_of_values(self.bias.shape[2], self.q.shape[1], self.flags.block_q)
+            return batch, heads, part.rows_of(share), slice(None)
+        return batch, heads, rows, slice(None) if self.flags.outside else keys
 
 
 class KeySum:
@@ -170,38 +180,42 @@ class KeySum:
 
     def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
-        self._largest: tuple[slice, Tensor] | None = None
+        self._largest: tuple[tuple[slice, slice], Tensor] | None = None
         # One addition of two terms is computed in fp32 and rounded once, so it needs no sum in a wider dtype.
         self._is_narrow = number <= 2 and dtype == like.dtype
         self._sum: Tensor | None = None
 
-    def add(self, keys: slice, gradient: Tensor) -> None:
-        """Add the gradient of the keys of one slice, which may be overwritten."""
+    def add(self, keys: tuple[slice, slice], gradient: Tensor) -> None:
+        """Add the gradient of the entries and keys of one slice, which may be overwritten."""
         if not self._is_narrow:
             if self._sum is None:
                 self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
-            self._sum[:, keys] += gradient
+            self._sum[keys] += gradient
         elif self._largest is None:
             self._largest = (keys, gradient)
         else:
             first = self._largest
-            (keys, gradient), self._largest = sorted((first, (keys, gradient)), key=lambda term: term[1].shape[1])
+            (keys, gradient), self._largest = sorted(
+                (first, (keys, gradient)), key=lambda term: term[1].shape[:2].numel()
+            )
             self._sum = self._padded(self._largest)
-            self._sum[:, keys] += gradient
+            self._sum[keys] += gradient
 
     def total(self) -> Tensor:
         """Return the sum over all slices."""
+        if self._sum is None and self._largest is None:
+            return torch.zeros_like(self._like, dtype=self._dtype)
         if self._sum is None:
             assert self._largest is not None
             return self._padded(self._largest)
         return self._sum.to(self._dtype)
 
-    def _padded(self, term: tuple[slice, Tensor]) -> Tensor:
+    def _padded(self, term: tuple[tuple[slice, slice], Tensor]) -> Tensor:
         keys, gradient = term
-        if gradient.shape[1] == self._like.shape[1]:
+        if gradient.shape == self._like.shape:
             return gradient
         padded = torch.zeros_like(self._like)
-        padded[:, keys] = gradient
+        padded[keys] = gradient
         return padded
 
 
@@ -214,24 +228,22 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
-        """Allocate the needed gradients; the ones to which slices add are zero, in fp32 or wider."""
-        needs, dbias = rows.needs_grad, None
+        """Allocate the needed gradients; zeros where slices add, and where some rows may be in no slice."""
+        needs, dbias, dq = rows.needs_grad, None, None
         if needs.bias and rows.bias is not None:
-            dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
+            is_stored = rows.bias.shape[2] > 1 and not rows.is_split
+            dbias = empty_gradient(rows.bias) if is_stored else rows.bias.new_zeros(rows.bias.shape)
+        if needs.q:
+            dq = rows.q.new_zeros(rows.q.shape) if rows.is_split else empty_gradient(rows.q)
         return cls(
-            empty_gradient(rows.q) if needs.q else None,
+            dq,
             dbias,
             rows.sink.new_zeros(rows.sink.shape) if needs.sink and rows.sink is not None else None,
         )
 
 
-def _cleared_around(dbias: Tensor, part: Slice) -> Tensor | None:
-    """Return the view of the gradient of the bias for a slice, after zeroing the keys outside of the slice.
-
-    None if the bias, with a value per key, has one row for all queries.
-    """
-    if dbias.shape[2] == 1:
-        return None
+def _cleared_around(dbias: Tensor, part: Slice) -> Tensor:
+    """Return the view of the gradient of the bias for a slice, after zeroing the keys outside of the slice."""
     rows = dbias[:, :, part.rows]
     rows[..., : part.start] = 0
     rows[..., part.stop :] = 0
@@ -290,8 +302,15 @@ class GatherSettings(NamedTuple):
         route, parts = self.route, self.route.parts
         places, views = places_in(route.held, parts), read_views(self.mask_forms, x.mask)
         dropouts = [
-            None if x.dropout is None else key_of_part(x.dropout, row=row, first_key=part.start)
-            for (row, _), part in zip(from_flat(route.layout).runs(route.rank), parts)
+            None
+            if x.dropout is None
+            else key_of_part(
+                x.dropout,
+                row=part.first_row - part.lead(self.dropout_p),
+                first_key=part.first_key,
+                entry=part.number,
+            )
+            for part in parts
         ]
         flags = Flags(
             route.left,
@@ -308,7 +327,8 @@ class GatherSettings(NamedTuple):
             is_list_bias=self.is_list_bias,
             dropout_p=self.dropout_p,
         )
-        return RankRows(parts, places, views, dropouts, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
+        needs_grad = NeedsGrad(*self.needs_grad)
+        return RankRows(parts, places, views, dropouts, x.q, x.bias, x.sink, flags, needs_grad, route.spans.is_split)
 
     def arriving(self, x: Operands) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
         """Yield keys and values of one group of heads after the other; each is sent while the one before is computed.
@@ -331,8 +351,11 @@ class GatherSettings(NamedTuple):
 
     def pairs(self, q: Tensor) -> int:
         """Count the pairs of a query and a key that the slices of this rank allow, over all query heads."""
-        allowed = sum(allowed_pairs(part.seqlen_q, part.seqlen_k, part.window) for part in self.route.parts)
-        return q.shape[0] * q.shape[2] * allowed
+        allowed = (
+            len(range(q.shape[0])[part.batch]) * allowed_pairs(part.seqlen_q, part.seqlen_k, part.window)
+            for part in self.route.parts
+        )
+        return q.shape[2] * sum(allowed)
 
 
 def _read(a: Any) -> tuple[Operands, GatherSettings]:
@@ -349,6 +372,8 @@ def _forward(a: Any) -> tuple[Tensor, Tensor]:
     arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.forward]
     out, lse = empty_outputs(x.q, x.v, backend.widens(x.bias))
+    if rows.is_split:
+        fill_empty(out, lse, None)  # rows of no sequence have no sink either
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
@@ -501,7 +526,7 @@ def attend_gathered(
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
     """Return the mask of each slice for both passes, with all heads."""
-    parts = call.slices
+    parts, dropout_p = call.slices, call.problem.dropout_p
     if mask is None:
         return [MaskView()] * len(parts)
     views, held = [], call.keys_held(call.members.rank)
@@ -510,6 +535,8 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
         if part_mask is None:
             views.append(MaskView())
             continue
+        if isinstance(part_mask, Tensor) and part_mask.shape[2] > 1:
+            part_mask = with_lead(part_mask, 2, part.lead(dropout_p), False)
         problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
         views.append(view_of(problem, choose_form(problem, *pair), part_mask))
     return views

@@ -1,4 +1,7 @@
-"""The calls of one rank: each run of its rows over their visible keys; and its mask, prepared for them."""
+"""The calls of one rank: each run of its rows over their visible keys; and its mask, prepared for them.
+
+A packed document, or a padded entry, may make calls of its own: for each run of rows, its queries over its keys.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,20 @@ from ..problem import (
     unpacked_spec,
     values_can_be_read,
 )
+from ..reference.dropout import BLOCK
 from ..sequences import Sequences
-from .documents import Documents, document_limits, format_bounds, parse_bounds, read_documents, rows_seeing
+from .documents import (
+    NO_SPANS,
+    Documents,
+    Piece,
+    Spans,
+    document_limits,
+    format_bounds,
+    parse_bounds,
+    read_documents,
+    rows_seeing,
+    without_empty,
+)
 from .layout import SequenceLayout
 
 # Slices of keys start at a multiple of it, so that rows of masks and biases keep the alignment that kernels need.
@@ -42,6 +57,9 @@ class Slice(NamedTuple):
     `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0. The distance of a pair
     in the whole call is its distance in this call plus `shift`, because each call is aligned at its last key.
     `is_masked` is False if all rows and keys are of one document, so that the mask of documents hides no pair.
+
+    `entries` is (first, last) of a call with some entries of the batch; None for all of it. Dropout counts from
+    `number` for its first entry, and from `first_row` and `first_key` in its entries: in a document from its begin.
     """
 
     row: int
@@ -51,6 +69,10 @@ class Slice(NamedTuple):
     window: tuple[int, int]
     shift: int = 0
     is_masked: bool = True
+    entries: tuple[int, int] | None = None
+    number: int = 0
+    first_row: int = 0
+    first_key: int = 0
 
     @property
     def rows(self) -> slice:
@@ -61,6 +83,11 @@ class Slice(NamedTuple):
     def keys(self) -> slice:
         """Its keys in tensors of all keys."""
         return slice(self.start, self.stop)
+
+    @property
+    def batch(self) -> slice:
+        """Its entries in tensors that have all entries."""
+        return slice(None) if self.entries is None else slice(*self.entries)
 
     @property
     def seqlen_q(self) -> int:
@@ -74,10 +101,30 @@ class Slice(NamedTuple):
         """Return its rows in a tensor that has one row for every `share` rows of the rank."""
         return slice(self.row // share, -(-self.row_stop // share))
 
+    def lead(self, dropout_p: float) -> int:
+        """Return how many rows of zeros go before its own: kernels draw dropout for whole blocks of rows."""
+        return self.first_row % BLOCK if dropout_p > 0 else 0
+
+    def without_place(self, has_distances: bool, dropout_p: float) -> Slice:
+        """Return a call of the same sizes that begins at 0 everywhere: the same backends serve it."""
+        entries = None if self.entries is None else (0, self.entries[1] - self.entries[0])
+        shift, lead = self.shift if has_distances else 0, self.lead(dropout_p)
+        return Slice(0, self.seqlen_q, 0, self.seqlen_k, self.window, shift, self.is_masked, entries, first_row=lead)
+
+    def place_in(self, x: Tensor) -> tuple[slice, ...]:
+        """Return the index of its part in a mask or bias (b, h, Lq / W or 1, Lk or 1)."""
+        batch, _, rows, keys = x.shape
+        all_of = slice(None)
+        return (
+            self.batch if batch > 1 else all_of,
+            all_of,
+            self.rows if rows > 1 else all_of,
+            self.keys if keys > 1 else all_of,
+        )
+
     def cut(self, x: Tensor) -> Tensor:
-        """Return a view of the part of a mask or bias (b, h, Lq / W or 1, Lk or 1) for this call."""
-        x = x[:, :, self.rows] if x.shape[2] > 1 else x
-        return x[..., self.keys] if x.shape[3] > 1 else x
+        """Return a view of the part of a mask or bias for this call."""
+        return x[self.place_in(x)]
 
 
 class HeadGroup(NamedTuple):
@@ -132,21 +179,48 @@ def slice_keys(
 
 
 def plan(
-    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], documents: Documents = ()
+    layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int], spans: Spans = NO_SPANS
 ) -> tuple[Slice, ...]:
     """Return the calls of one rank; `window` is of the whole call, with causality folded in.
 
-    With documents, for which queries and keys have equal lengths, a call has the keys of the documents of its rows.
+    With documents, for which queries and keys have equal lengths, a call has the keys of the documents of its rows, or
+    each of the documents has a call.
     """
     slices, row = [], 0
     for a, b in layout.runs(rank):
+        if spans.is_split:
+            slices += [_slice_piece(piece, a, b, row, window) for piece in spans.pieces(a, b)]
+            row += b - a
+            continue
+        documents = spans.bounds
         first, last, is_one = document_limits(documents, a, b) if documents else (0, seqlen_k, False)
         start, stop, slice_window = slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT, (first, last))
+        shift = stop - b - (seqlen_k - layout.length)
         slices.append(
-            Slice(row, row + b - a, start, stop, slice_window, stop - b - (seqlen_k - layout.length), not is_one)
+            Slice(row, row + b - a, start, stop, slice_window, shift, not is_one, first_row=a, first_key=start)
         )
         row += b - a
     return tuple(slices)
+
+
+def _slice_piece(piece: Piece, a: int, b: int, row: int, window: tuple[int, int]) -> Slice:
+    """Return the call of one piece for positions [a, b), whose rows begin at `row` in the tensors of the rank."""
+    first, seqlen_q, seqlen_k = piece.first, piece.seqlen_q, piece.seqlen_k
+    begin, end = max(a - first, 0), min(b - first, seqlen_q)
+    start, stop, slice_window = slice_keys(begin, end, seqlen_q, seqlen_k, window, ALIGNMENT)
+    row += first - a
+    return Slice(
+        row + begin,
+        row + end,
+        first + start,
+        first + stop,
+        slice_window,
+        stop - end - (seqlen_k - seqlen_q),
+        entries=(piece.entry, piece.entry + piece.how_many),
+        number=piece.number,
+        first_row=begin,
+        first_key=start,
+    )
 
 
 def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int) -> AttentionProblem:
@@ -156,32 +230,46 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
     if not part.is_masked:
         rank = rank._replace(mask=None, mask_form="none")
     zero = rank.flags.zero + part.shift if rank.relative is not None else 0
-    num_heads_k = max(1, rank.num_heads_k // heads.number)
+    num_heads_k, num_heads = max(1, rank.num_heads_k // heads.number), rank.num_heads // heads.number
+    batch = rank.batch if part.entries is None else part.entries[1] - part.entries[0]
+    lead, q_strides = part.lead(rank.dropout_p), rank.q_strides
+    if lead:  # rows with others before them are a copy
+        q_strides = unpacked_spec((batch, part.seqlen_q + lead, num_heads, rank.head_dim)).strides
     return rank._replace(
-        seqlen_q=part.seqlen_q,
+        batch=batch,
+        seqlen_q=part.seqlen_q + lead,
         seqlen_k=part.seqlen_k,
-        num_heads=rank.num_heads // heads.number,
+        num_heads=num_heads,
+        q_strides=q_strides,
         num_heads_k=num_heads_k,
         # The strides of all received keys of the group, because a slice is a view.
         k_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim)).strides,
         v_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim_v)).strides,
-        mask=_cut_spec(rank.mask, part, heads),
-        bias=_cut_spec(rank.bias, part, heads),
+        mask=_cut_spec(rank.mask, part, heads, lead),
+        bias=_cut_spec(rank.bias, part, heads, lead),
         is_causal=causal,
         window_size=(left, -1 if causal else right),
-        relative=_cut_spec(rank.relative, part, heads, has_keys=False),
+        relative=_cut_spec(rank.relative, part, heads, lead, has_keys=False),
         list_bias=_cut_values(rank, part, heads),
         flags=rank.flags._replace(left=left, right=right, zero=zero),
     )
 
 
-def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup, has_keys: bool = True) -> TensorSpec | None:
+def _cut_spec(
+    spec: TensorSpec | None, part: Slice, heads: HeadGroup, lead: int, has_keys: bool = True
+) -> TensorSpec | None:
     if spec is None:
         return None
     b, h, i, j = spec.shape
     kept = heads.of(h)
     keys = part.seqlen_k if j > 1 and has_keys else j
-    return spec._replace(shape=(b, kept.stop - kept.start, part.seqlen_q if i > 1 else i, keys))
+    b = b if b == 1 or part.entries is None else part.entries[1] - part.entries[0]
+    return spec._replace(shape=(b, kept.stop - kept.start, part.seqlen_q + lead if i > 1 else i, keys))
+
+
+def with_lead(x: Tensor, dim: int, lead: int, value: float = 0.0) -> Tensor:
+    """Return a tensor with `lead` rows of a value before its own, along a dim; itself without them."""
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (lead, 0), value=value) if lead else x
 
 
 def share_of_values(rows: int, local_length: int, block_q: int) -> int:
@@ -190,7 +278,7 @@ def share_of_values(rows: int, local_length: int, block_q: int) -> int:
 
 
 def _cut_values(rank: AttentionProblem, part: Slice, heads: HeadGroup) -> TensorSpec | None:
-    spec = _cut_spec(rank.list_bias, part, heads, has_keys=False)
+    spec = _cut_spec(rank.list_bias, part, heads, 0, has_keys=False)
     if spec is None or rank.list_bias is None:
         return None
     rows = part.rows_of(share_of_values(rank.list_bias.shape[2], rank.seqlen_q, rank.flags.block_q))
@@ -322,7 +410,7 @@ class ShardedMask:
         >>> mask.dense()[0, 0].int().tolist()
         [[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0]]
         """
-        documents = read_documents(sequences, layout.length)
+        documents = without_empty(read_documents(sequences, layout.length))
         return cls._of_documents(documents, sequences.device, layout, rank, is_causal, window_size)
 
     @classmethod
@@ -339,7 +427,8 @@ class ShardedMask:
         is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
         masks: list[PreparedMask | None] = []
         window = causal_window(is_causal, window_size)
-        for (a, _), part in zip(layout.runs(rank), plan(layout, rank, layout.length, window, documents), strict=True):
+        parts = plan(layout, rank, layout.length, window, Spans(documents, "masked"))
+        for (a, _), part in zip(layout.runs(rank), parts, strict=True):
             if part.is_masked:
                 first, last = (x.sub(a).to(device) for x in rows_seeing(documents, part.start, part.stop))
                 masks.append(PreparedMask.from_intervals(first, last, part.seqlen_q, window_size=part.window))
@@ -540,6 +629,11 @@ class ShardedMask:
         return parse_bounds(self.bounds)
 
     @property
+    def spans(self) -> Spans:
+        """The documents for a plan."""
+        return Spans(self.documents, "masked") if self.bounds else NO_SPANS
+
+    @property
     def form(self) -> MaskForm:
         """The form of its masks: see `PreparedMask`."""
         return next((mask.form for mask in self.masks if mask is not None), "intervals")
@@ -584,7 +678,7 @@ class ShardedMask:
     @property
     def _parts(self) -> tuple[Slice, ...]:
         window = causal_window(self.is_causal, self.window_size)
-        return plan(self.layout, self.rank, self.layout_k.length, window, self.documents)
+        return plan(self.layout, self.rank, self.layout_k.length, window, self.spans)
 
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`: the class itself, which `torch.load` may call.
