@@ -15,19 +15,21 @@
 namespace flash_dmattn {
 
 // Layout of a split, in fours of floats per thread: first the maxima and sums of its two rows, then its elements of
-// out. The maximum of a row without a key is -inf.
+// out. The maximum of a row without a key is -inf. Last, a pair per thread: its greatest scores.
 template <class Traits>
 constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
-constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
+constexpr int kSplitFours = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
+template <class Traits>
+constexpr int kSplitFloats = kSplitFours<Traits> + 2 * 32 * kSplitWarps<Traits>;
 
 // Takes out, row_max and row_sum of the split, and `row`, the first of the thread's two rows. The threads of a row pass one
-// row_max, -inf if the row has no key so far, and each its share of row_sum. Returns true in the warp that has combined all
-// splits of the work tile; false in the others, and in warps without rows.
+// row_max, -inf if the row has no key so far, and each its share of row_sum and greatest. Returns true in the warp that has
+// combined all splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
-                                               float (&row_sum)[2]) {
+                                               float (&row_sum)[2], float (&greatest)[2]) {
   constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>;
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
@@ -43,6 +45,9 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
       *reinterpret_cast<float4*>(own + (1 + i) * kThreads * 4) =
           make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
     }
+    if (p.max_scores != nullptr) {
+      *reinterpret_cast<float2*>(own + kSplitFours<Traits> - 2 * thread) = make_float2(greatest[0], greatest[1]);
+    }
   }
   __syncwarp();
   int arrived = 0;
@@ -52,7 +57,8 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   if (arrived != p.num_splits - 1) return false;
 
   // Threads without a row read the results of the warp's first row, so that the warp stays converged.
-  const float* const first = results + (exists ? thread : thread - lane + lane % 4) * 4;
+  const int reader = exists ? thread : thread - lane + lane % 4;
+  const float* const first = results + reader * 4;
   const float scale = p.scale * kLog2e;
   row_max[0] = row_max[1] = -INFINITY;
 #pragma unroll 4
@@ -60,6 +66,16 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
     const float2 top = *reinterpret_cast<const float2*>(first + static_cast<int64_t>(i) * kSplitFloats<Traits>);
     row_max[0] = fmaxf(row_max[0], top.x);
     row_max[1] = fmaxf(row_max[1], top.y);
+  }
+  if (p.max_scores != nullptr) {
+    greatest[0] = greatest[1] = -INFINITY;
+    const float* pair = results + kSplitFours<Traits> + 2 * reader;
+#pragma unroll 1
+    for (int i = 0; i < p.num_splits; ++i, pair += kSplitFloats<Traits>) {
+      const float2 top = *reinterpret_cast<const float2*>(pair);
+      greatest[0] = max_or_nan(greatest[0], top.x);
+      greatest[1] = max_or_nan(greatest[1], top.y);
+    }
   }
   row_sum[0] = row_sum[1] = 0.0f;
 #pragma unroll
