@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, Flags, bias_class, collapse, fits_tma
-from ...problem.inputs import Inputs
 
 # (inputs, out, lse) -> None; a fourth tensor gets the maximum scores of rows. It writes these tensors.
 Attend = Callable[..., None]
