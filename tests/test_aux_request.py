@@ -225,8 +225,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.1},
     "a mask": {"mask": torch.empty(2, 1, 4096, 4096, dtype=torch.bool, device="meta")},
     "a bias": {"bias": torch.empty(2, 16, 4096, 4096, dtype=torch.bfloat16, device="meta")},
-    "a bias by distance": {"bias": Relative(torch.empty(16, 257, device="meta"), 128)},
-    "sequences": {"sequences": Sequences.padded(seqlens_k=torch.tensor([4096, 1000]))},
+    "a bias by distance": {"bias": Relative(torch.empty(16, 257, device="meta"), 128, "clamp")},
+    "sequences": {"sequences": Sequences.padded(seqlens_k=torch.empty(2, dtype=torch.int32, device="meta"))},
 }
 
 

@@ -215,6 +215,7 @@ FORMS = {
     "softcap": 0.0,
     "grouped": False,
     "return_lse": True,
+    "max_scores": True,
     "num_stages": None,
     "no_decoding": False,
 }
