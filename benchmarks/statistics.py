@@ -1,9 +1,9 @@
 """Times numbers about the probabilities in 16 bits, beside the forward pass: `python -m benchmarks.statistics`.
 
-The rows are both passes on triton with the largest scores, and with the entropies; a forward pass with the largest
-scores on the backend that "auto" takes; and sums of the probability that each key receives. The last row is the teacher
-of a selector, a quarter of 1,128,1,32768 in lists of 2048 keys. Calls of a row are timed in turns. Each number is
-compared with fp64: of one head, or of some rows of lists.
+The first rows are both passes on triton, with the largest scores and with the entropies. Then come forward passes with
+the largest scores on the backend that "auto" takes, and sums of the probability that each key receives. The last row is
+the teacher of a selector, a quarter of 1,128,1,32768 in lists of 2048 keys. Calls of a row are timed in turns. Each
+number is compared with fp64: of one head, or of some rows of lists.
 
     python -m benchmarks.statistics                # a GPU: two minutes
     python -m benchmarks.statistics --only sums    # the rows with this word in their name

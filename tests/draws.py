@@ -409,7 +409,7 @@ ROWS = ("max_scores", "entropy")
 
 
 def asked_of(number: int, backend: str) -> tuple[str, ...]:
-    """The results that a call of a number asks for besides out and lse, of those that a backend has."""
+    """The results besides out and lse that a call of a number asks for, and a backend has."""
     asked = random.Random(f"aux {number}").choice(((), (), (), (), ROWS[:1], ROWS))
     return tuple(name for name in asked if name in BACKENDS[backend].features)
 

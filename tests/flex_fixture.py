@@ -33,9 +33,9 @@ def compiled_on_cpu(test: Test) -> Test:
 def eager_flex() -> Iterator[None]:
     """Within it, `backend="flex"` on CPU traces as ever but runs FlexAttention's own dense formula, gradients included.
 
-    Four things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), the refusals of
-    gradients and of maximum scores on CPU in `torch.nn.attention.flex_attention`, and the two rules that only the CPU
-    kernel needs.
+    Four things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), two refusals of
+    `torch.nn.attention.flex_attention`, and the two rules that only the CPU kernel needs. Torch refuses gradients and
+    maximum scores on a CPU.
     """
     import torch.nn.attention.flex_attention as torch_flex
 

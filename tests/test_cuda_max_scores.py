@@ -1,7 +1,7 @@
 """The maximum scores of rows from the forward kernels of cuda: every kind of kernel. On a GPU or the emulated one.
 
-What a kernel subtracts from scores is no maximum: it may be smaller by 8 in powers of 2, and in rows below 0 it is
-compared by its bits. Random calls ask for maxima, too (`draws.asking`).
+Kernels subtract a number from scores that may be smaller than the maximum, by up to 8 in powers of 2, and compare
+scores by their bits. Random calls ask for maxima, too (`draws.asking`).
 """
 
 from __future__ import annotations

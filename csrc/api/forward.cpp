@@ -356,8 +356,8 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
 
 // Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k
 // and v lie next to each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (Hq, Tq) or (1, Hq, Tq),
-// or (S, Hq, Lq), and so is max_scores, whose rows of no sequence are not written. bias is 4-D, and BiasPacking says how it
-// is packed.
+// or (S, Hq, Lq). max_scores lies as lse does; its rows of no sequence are not written. bias is 4-D, and BiasPacking says
+// how it is packed.
 void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
                        std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
                        int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,

@@ -29,7 +29,7 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  float greatest[2];   // of the thread's scores of each row, NaN if one is, in calls that ask for it
+  float greatest[2];  // see take_greatest
   bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
   // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
   // negative, or NaN, as it is of great rows.
@@ -308,6 +308,8 @@ struct Consumer {
     return needs_rescale;
   }
 
+  // The greatest of the thread's scores of each row, for calls that ask for it; NaN if one of them is. It changes nothing
+  // of what softmax computes.
   __device__ __forceinline__ void take_greatest(const float (&scores)[kScores], const Flat& flat) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
