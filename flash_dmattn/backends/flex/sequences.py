@@ -52,10 +52,10 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
     out = move_rows(results[0], 1, queries.row, queries.token).view(*x.q.shape[:3], x.v.shape[3])
     if bias is None and x.bias is not None:
         out = out + x.bias.sum().to(out.dtype)  # so that it has a gradient
-    rows = [move_rows(each, 2, queries.row, queries.token, -torch.inf) for each in results[1:]]
+    numbers = [move_rows(each, 2, queries.row, queries.token, -torch.inf) for each in results[1:]]
     if x.q.shape[0] > 1:
-        rows = [each[0].unflatten(1, x.q.shape[:2]).transpose(0, 1).contiguous() for each in rows]
-    return out, *rows
+        numbers = [each[0].unflatten(1, x.q.shape[:2]).transpose(0, 1).contiguous() for each in numbers]
+    return out, *numbers
 
 
 def _in_rows(x: Tensor, side: SequenceRows) -> Tensor:
