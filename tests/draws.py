@@ -17,6 +17,7 @@ from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import FEW_QUERIES, interval_walk
 from flash_dmattn.masks.prepared.storage import IntervalMask
@@ -404,22 +405,27 @@ def smaller(case: Case) -> Case:
     return case
 
 
-def asked_of(number: int) -> tuple[str, ...]:
-    """The results that a call of a number asks for besides out and lse; one of three does."""
-    return random.Random(f"aux {number}").choice(((), (), (), (), ("max_scores",), ("max_scores", "entropy")))
+ROWS = ("max_scores", "entropy")
 
 
-def asking(drawn: Drawn) -> Drawn:
-    """The call, of a backend that has all numbers about rows, asking for some if its data are centred."""
+def asked_of(number: int, backend: str) -> tuple[str, ...]:
+    """The results besides out and lse that a call of a number asks for, and a backend has."""
+    asked = random.Random(f"aux {number}").choice(((), (), (), (), ROWS[:1], ROWS))
+    return tuple(name for name in asked if name in BACKENDS[backend].features)
+
+
+def asking(drawn: Drawn, backend: str) -> Drawn:
+    """The call, asking for the numbers about its rows that a backend has; one of three does if its data are centred."""
     case = drawn.case
-    return drawn if case.data != "centred" else drawn._replace(case=case.with_(aux=asked_of(case.seed)))
+    return drawn if case.data != "centred" else drawn._replace(case=case.with_(aux=asked_of(case.seed, backend)))
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {
-    **dict.fromkeys(("flex", "sdpa"), draw_small),
-    "eager": lambda number: asking(draw_small(number)),
-    "triton": lambda number: asking(draw_triton(number)),
-    "cuda": draw_cuda,
+    "sdpa": draw_small,
+    "flex": lambda number: asking(draw_small(number), "flex"),
+    "eager": lambda number: asking(draw_small(number), "eager"),
+    "triton": lambda number: asking(draw_triton(number), "triton"),
+    "cuda": lambda number: asking(draw_cuda(number), "cuda"),
 }
 
 # Interval masks replace masks; rows of biases have gradients with top-k.

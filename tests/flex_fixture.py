@@ -33,18 +33,28 @@ def compiled_on_cpu(test: Test) -> Test:
 def eager_flex() -> Iterator[None]:
     """Within it, `backend="flex"` on CPU traces as ever but runs FlexAttention's own dense formula, gradients included.
 
-    Three things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), the refusal of
-    gradients on CPU in `torch.nn.attention.flex_attention`, and the two rules that only the CPU kernel needs.
+    Four things are changed and put back: the graph compiler (dynamo's "eager" instead of Inductor), two refusals of
+    `torch.nn.attention.flex_attention`, and the two rules that only the CPU kernel needs. Torch refuses gradients and
+    maximum scores on a CPU.
     """
     import torch.nn.attention.flex_attention as torch_flex
 
     from flash_dmattn.backends.flex import graph as flex_graph
 
-    validate, compiler = torch_flex._validate_device, flex_graph.compiler
+    validate, options, compiler = torch_flex._validate_device, torch_flex._apply_kernel_options, flex_graph.compiler
+
+    def options_with_maxima(*arguments: Any) -> Any:
+        *others, request = arguments
+        maxima = request is not None and request.max_scores
+        made = options(*others, request if request is None else request._replace(max_scores=False))
+        made["OUTPUT_MAX"] = maxima
+        return made
+
     torch_flex._validate_device = lambda query, key, value: None
+    torch_flex._apply_kernel_options = options_with_maxima
     flex_graph.compiler = "eager"
     try:
         with replaced("flex", rules=rules_without("flex", *LIFTED)):
             yield
     finally:
-        torch_flex._validate_device, flex_graph.compiler = validate, compiler
+        torch_flex._validate_device, torch_flex._apply_kernel_options, flex_graph.compiler = validate, options, compiler

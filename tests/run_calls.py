@@ -58,9 +58,6 @@ class Check(NamedTuple):
     simpler: Callable[[], Iterator[Check]] = lambda: iter(())
 
 
-_WITH_ROWS = ("eager", "reference", "triton")
-
-
 class Place:
     """A backend on the device of the tests, or a pair of them. `kind` decides the sizes of calls."""
 
@@ -69,11 +66,6 @@ class Place:
     def __init__(self, backend: str, device: str = DEVICE, backward: str | None = None) -> None:
         self.backend, self.device, self.compares_on = backend, device, device
         self.passes = backend if backward is None else (backend, backward)
-
-    @property
-    def asks(self) -> bool:
-        """Whether its backends have the numbers about rows that a call may ask for."""
-        return {self.backend, self.passes if isinstance(self.passes, str) else self.passes[1]} <= {*_WITH_ROWS}
 
     def prepare(self, features: str, number: int) -> str:
         """Set up the machine for a call; in words, what it is."""
@@ -229,7 +221,7 @@ def on(device: str, inputs: Inputs) -> Inputs:
 def dense(place: Place, number: int) -> Check | None:
     """A mask and a bias of any form, in any memory layout."""
     if place.kind == "interpreter":
-        return check_case(place, draws.asking(draws.draw_interpreted(number)))
+        return check_case(place, draws.asking(draws.draw_interpreted(number), place.backend))
     drawn = draws.DRAWS[place.backend](number)
     if place.kind == "gpu":
         return check_case(place, drawn)
@@ -241,7 +233,7 @@ def short(place: Place, number: int) -> Check:
     """Many entries with short rows, and biases that entries or heads share."""
     draw = draws.draw_short_interpreted if place.kind == "interpreter" else draws.draw_short
     drawn = draw(number)
-    return check_case(place, draws.asking(drawn) if place.asks else drawn)
+    return check_case(place, draws.asking(drawn, place.backend))
 
 
 def kernels(place: Place, number: int) -> Check:
@@ -259,7 +251,7 @@ def kernels(place: Place, number: int) -> Check:
 
 def intervals(place: Place, number: int) -> Check:
     drawn, mask = draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind])
-    return check_case(place, draws.asking(drawn) if place.asks else drawn, mask)
+    return check_case(place, draws.asking(drawn, place.backend), mask)
 
 
 def wide(place: Place, number: int) -> Check:
@@ -267,9 +259,9 @@ def wide(place: Place, number: int) -> Check:
         lengths = {"seqlen_q": (1, 33, 130, 200, 290), "seqlen_k": (1, 17, 40, 140, 200)}
         sizes = {**draws.INTERPRETED, **lengths, "group": (1, 2), "num_heads_k": (1, 1, 2)}
         drawn = draws.draw_wide(number, sizes, (torch.float16,))._replace(deterministic=False)
-        return check_case(place, draws.asking(drawn))
+        return check_case(place, draws.asking(drawn, place.backend))
     drawn = draws.draw_wide(number, draws.KERNELS, (torch.bfloat16, torch.float16))
-    return check_case(place, draws.asking(drawn) if place.asks else drawn)
+    return check_case(place, draws.asking(drawn, place.backend))
 
 
 INTERPRETED_LENGTHS = (0, 1, 5, 16, 17, 31, 32, 33, 40, 70)
@@ -289,7 +281,7 @@ def sequences(place: Place, number: int) -> Check:
         call = sequence_calls.draw(number, layout, lengths, dtypes, (264, 512) if is_wide else INTERPRETED_DIMS)
     else:
         call = sequence_calls.draw(number, **by_backend(place, number, sequence_calls.ON_GPU))
-    return check_sequences(place, sequence_calls.asking(call) if place.asks else call)
+    return check_sequences(place, sequence_calls.asking(call, place.backend))
 
 
 def by_backend(place: Place, number: int, on_gpu: dict[str, Any]) -> dict[str, Any]:

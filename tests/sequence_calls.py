@@ -115,9 +115,9 @@ def simpler(call: SequenceCall) -> Iterator[SequenceCall]:
         yield replace(call, needs_grad=tuple(x for x in call.needs_grad if x != name))
 
 
-def asking(call: SequenceCall) -> SequenceCall:
+def asking(call: SequenceCall, backend: str) -> SequenceCall:
     """The call, asking for numbers about its rows if its data are centred: see `draws.asking`."""
-    aux = draws.asked_of(call.seed) if call.data == "centred" else ()
+    aux = draws.asked_of(call.seed, backend) if call.data == "centred" else ()
     heads, rows = call.q.shape[-2], call.q.shape[:-2]
     shape = (heads, *rows) if call.packs_queries else (rows[0], heads, rows[1])
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32

@@ -209,12 +209,13 @@ def key_of(
 
 SHARED = graph.Shared((True, True, False, False), 2, (3, 4), "queries")
 OTHER_SHARED = {"dims": (False, False, True, True), "group": 1, "entries": (5, 6), "packing": "none"}
-FORM = graph.Form(0.5, 2.0, True, False, SHARED, SHARED, 2, True)
+FORM = graph.Form(0.5, 2.0, True, False, False, SHARED, SHARED, 2, True)
 FORMS = {
     "softmax_scale": 0.25,
     "softcap": 0.0,
     "grouped": False,
     "return_lse": True,
+    "max_scores": True,
     "num_stages": None,
     "no_decoding": False,
 }

@@ -12,7 +12,7 @@ import torch
 from cases import DEVICE
 from draws import FORMS as DENSE_FORMS
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, compiled_on_cpu, eager_flex
-from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled, unread
+from sequence_calls import SequenceCall, Tokens, asking, assert_accurate, draw, run, spoiled, unread
 from sequence_cases import SequenceCase
 from test_flex_graph import Counter
 
@@ -39,7 +39,7 @@ def drawn(number: int) -> SequenceCall:
 def test_random_calls_with_nan_in_all_rows_of_no_sequence(part: int) -> None:
     with eager_flex():
         for number in range(500 + part, 548, 6):
-            call = drawn(number)
+            call = asking(drawn(number), "flex")
             assert_accurate(run(spoiled(call), "flex"), call)
 
 

@@ -63,7 +63,7 @@ def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
     ran = 0
     for number in range(part, EXAMPLES, 6):
         call = draw(number, **draw_options(backend.name))
-        call = asking(call) if backend.name in ("eager", "triton") else call
+        call = asking(call, backend.name)
         try:
             skip_where_refused(backend, call)
         except pytest.skip.Exception:

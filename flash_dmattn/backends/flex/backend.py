@@ -87,9 +87,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cpu_lse",
-        lambda p: p.device != "cpu" or not (p.return_lse or p.sink is not None),
+        lambda p: p.device != "cpu" or not (p.return_lse or p.sink is not None or p.flags.max_scores),
         lambda p: (
-            f"{'return_lse' if p.return_lse else 'sink'} is set on CPU; FlexAttention's CPU kernel does not write lse"
+            f"{'return_lse' if p.return_lse else 'sink' if p.sink is not None else 'max_scores'} is set on CPU; "
+            "FlexAttention's CPU kernel writes neither lse nor maximum scores"
         ),
         'use backend="eager"',
         example={"device": "cpu", "return_lse": True},
@@ -227,7 +228,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
-    """Plan (out, lse), or (out,) if the problem does not return lse; differentiable in the inputs of `needs_grad`.
+    """Plan (out,), (out, lse) or (out, lse, max_scores), as the problem asks; differentiable in the inputs of
+    `needs_grad`.
 
     Equivalent PyTorch: `flash_dmattn.reference.formula.attention`, with sequences for each of them.
 
@@ -245,7 +247,7 @@ BACKEND = Backend(
     name="flex",
     plan_forward=plan_forward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "relative_bias"},
+    | {"sink", "sequences", "relative_bias", "max_scores"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -25,7 +25,7 @@ def graph_module() -> ModuleType:
 
 
 def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    """Return (out, lse), or (out,) if the problem does not return lse."""
+    """Return (out,), (out, lse) or (out, lse, max_scores), as the problem asks."""
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         results = nothing(problem, x)
         return results if x.sink is None else _with_sink(problem, results, x.sink)
@@ -51,15 +51,21 @@ def _with_each_distance(problem: AttentionProblem, x: Inputs) -> tuple[Inputs, T
 
 
 def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    """Return (out, lse) of a call without a pair of a query and a key; FlexAttention refuses length 0."""
+    """Return the results of a call without a pair of a query and a key; FlexAttention refuses length 0."""
     # A sum of no elements, so that each input has a gradient of zeros.
     inputs = (x.q, x.k, x.v, x.bias, x.sink)
     zero = sum(tensor.flatten()[:0].sum(dtype=torch.float32) for tensor in inputs if tensor is not None)
     batch, seqlen_q, num_heads, _ = x.q.shape
     out = (x.q.new_zeros((batch, seqlen_q, num_heads, problem.head_dim_v)) + zero).to(x.q.dtype)
-    if not (problem.return_lse or x.sink is not None):
+    if not _makes_lse(problem, x):
         return (out,)
-    return out, torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=out.device) + zero
+    rows = torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=out.device)
+    return (out, rows + zero, *([rows] * problem.flags.max_scores))
+
+
+def _makes_lse(problem: AttentionProblem, x: Inputs) -> bool:
+    """Return whether the graph returns lse: for the caller, a sink, or a result behind it."""
+    return problem.return_lse or x.sink is not None or problem.flags.max_scores
 
 
 def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
@@ -107,7 +113,8 @@ def attend(
         problem.softmax_scale,
         problem.softcap,
         problem.num_heads != problem.num_heads_k,
-        problem.return_lse or x.sink is not None,
+        _makes_lse(problem, x),
+        flags.max_scores,
         None if mask is None else graph.shared(mask, num_heads, batch, flags.mask_repeat, packing[0]),
         None if bias is None else graph.shared(bias, num_heads, batch, flags.bias_repeat, packing[1]),
         _num_stages(problem, mask, bias),
@@ -185,11 +192,11 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
     out = results[0] + bias.flatten()[:0].sum().to(results[0].dtype)
     if len(results) == 1:
         return (out,)
-    lse = results[1]
+    _, lse, *largest = results
     rows = formula.spread_entries(
         _per_query_head(bias, lse.shape[1]).squeeze(3), lse.shape[0], problem.flags.bias_repeat
     )
-    return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
+    return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach()), *largest
 
 
 def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
@@ -198,7 +205,7 @@ def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Ten
     A score_mod would need one more row of k and v for the sink. With logsigmoid and logaddexp the gradient of a sink is
     accurate, also if its probability is near 0 or 1.
     """
-    out, lse = results
+    out, lse, *largest = results
     logits = sink.to(lse.dtype)[:, None]
     has_none = logits == -torch.inf
     logits = logits.masked_fill(has_none, 0.0)
@@ -206,7 +213,8 @@ def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Ten
     gap = torch.where(has_none, torch.inf, lse - logits)
     share = torch.nn.functional.logsigmoid(gap).exp().mT.unsqueeze(3)
     lse = torch.where(has_none, lse, torch.logaddexp(lse, logits))
-    return ((out.to(lse.dtype) * share).to(out.dtype), lse)[: 1 + problem.return_lse]
+    out = (out.to(lse.dtype) * share).to(out.dtype)
+    return (out, lse, *largest) if problem.return_lse or largest else (out,)
 
 
 class _ToFloat32(torch.autograd.Function):

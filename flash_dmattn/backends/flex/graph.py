@@ -47,6 +47,7 @@ class Form(NamedTuple):
 
     Attributes:
         grouped: whether there are groups of query heads.
+        max_scores: whether to return the maximum score of each row, too; only with `return_lse`.
         num_stages: of the kernels' pipelines; None leaves it to torch.
         no_decoding: whether torch may not use its decoding kernel.
     """
@@ -55,6 +56,7 @@ class Form(NamedTuple):
     softcap: float
     grouped: bool
     return_lse: bool
+    max_scores: bool
     mask: Shared | None
     bias: Shared | None
     num_stages: int | None
@@ -72,7 +74,7 @@ def shared(x: Tensor, num_heads: int, batch: int, repeat: int, packing: Packing 
 def run(
     form: Form, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, blocks: Blocks
 ) -> tuple[Tensor, ...]:
-    """Run FlexAttention on (B, L, H, D) tensors, and return (out,) or (out, lse).
+    """Run FlexAttention on (B, L, H, D) tensors, and return (out,), (out, lse) or (out, lse, max_scores).
 
     `mask` and `bias` have 4 dims, of size 1 where `form` has none.
     """
@@ -122,7 +124,7 @@ def run(
         scale=form.softmax_scale,
         enable_gqa=form.grouped,
         kernel_options=kernel_options,
-        return_aux=AuxRequest(lse=True) if form.return_lse else None,
+        return_aux=AuxRequest(lse=True, max_scores=form.max_scores) if form.return_lse else None,
     )
     if not form.return_lse:
         return (results.transpose(1, 2),)
@@ -130,7 +132,8 @@ def run(
     # The fill stops the gradient of lse of an empty row, because even a gradient of inf must not be multiplied by p =
     # 0. With a score of +inf out is NaN, and so is lse on every backend.
     lse = aux.lse.masked_fill(aux.lse == torch.inf, torch.nan)
-    return out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, -torch.inf)
+    results = (out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, -torch.inf))
+    return (*results, aux.max_scores) if form.max_scores else results
 
 
 def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:

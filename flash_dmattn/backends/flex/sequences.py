@@ -24,7 +24,8 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
     spec, sequences = problem.sequences, x.sequences
     assert spec is not None and sequences is not None
     if spec.number == 0 or spec.rows_q == 0:
-        return nothing(problem, x)[: 1 + problem.return_lse]
+        results = nothing(problem, x)
+        return results if problem.flags.max_scores else results[: 1 + problem.return_lse]
     if spec.rows_k == 0:  # a row that no sequence has
         k, v = (torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (x.k, x.v))
         x = x._replace(k=k, v=v)
@@ -51,12 +52,10 @@ def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]
     out = move_rows(results[0], 1, queries.row, queries.token).view(*x.q.shape[:3], x.v.shape[3])
     if bias is None and x.bias is not None:
         out = out + x.bias.sum().to(out.dtype)  # so that it has a gradient
-    if not problem.return_lse:
-        return (out,)
-    lse = move_rows(results[1], 2, queries.row, queries.token, -torch.inf)
+    numbers = [move_rows(each, 2, queries.row, queries.token, -torch.inf) for each in results[1:]]
     if x.q.shape[0] > 1:
-        lse = lse[0].unflatten(1, x.q.shape[:2]).transpose(0, 1).contiguous()
-    return out, lse
+        numbers = [each[0].unflatten(1, x.q.shape[:2]).transpose(0, 1).contiguous() for each in numbers]
+    return out, *numbers
 
 
 def _in_rows(x: Tensor, side: SequenceRows) -> Tensor:
