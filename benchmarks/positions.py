@@ -234,7 +234,8 @@ def time_gathers(name: str, c: Call, device: torch.device) -> None:
     lengths = (c.sizes.length, c.sizes.length)
     maker, factors = RelativeMaker.of(bias, (c.sizes.batch,), lengths)
     factors = [x.detach() for x in factors]
-    leaves = projected._Leaves(*(c.leaves[key].detach() for key in "qkv"), None, tuple(factors))
+    q, k, v = (c.leaves[key].detach() for key in "qkv")
+    leaves = projected._Leaves(q, k, v, None, tuple(factors))
     entries = projected._entries_of(leaves, maker)
     made, span = maker.prepare(factors, lengths, 1.0, entries), slice(0, entries)
     scores, place = made.scores(span), made.place(entries)

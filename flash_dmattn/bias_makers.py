@@ -15,13 +15,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .biases import Projected, Relative, fold_factors
+from .biases import Band, Projected, Relative, fold_factors
 from .dispatch.config import disabled
 from .dispatch.registry import works
-from .problem import device_arch, merge, sm_number
-from .reference import gathers, positions
+from .problem import bounded, device_arch, merge, sm_number
+from .reference import distances, gathers, positions
 
 PITCH = 16  # elements; a row of a bias has a multiple of them
+_FEW_ROWS = 256  # a clamped table of at most so many rows, and of a quarter of the keys, is multiplied row by row
 Factors = Sequence[Tensor]
 
 
@@ -59,8 +60,9 @@ class ProjectedMaker:
     has_softcap: ClassVar[bool] = False  # it would be of the sum of both products, where passes add a bias behind it
 
     @staticmethod
-    def of(bias: Projected, leading: int, lengths: tuple[int, int]) -> tuple[ProjectedMaker, list[Tensor]]:
-        """Return the maker of a bias and its factors, with `leading` batch dims folded into one."""
+    def of(bias: Projected, batch: tuple[int, ...], lengths: tuple[int, int]) -> tuple[ProjectedMaker, list[Tensor]]:
+        """Return the maker of a bias and its factors, with the batch dims folded into one."""
+        leading = len(batch)
         terms = tuple(Term(*term.numbers, term.of == "keys") for term in bias.terms)
         factors: list[Tensor] = []
         for term in bias.terms:
@@ -151,8 +153,44 @@ class RelativeMaker:
         return _Gathered(self.terms, factors, entries)
 
 
-Maker = ProjectedMaker | RelativeMaker
-MAKERS: dict[str, Any] = {maker.name: maker for maker in (ProjectedMaker, RelativeMaker)}
+@dataclass(frozen=True)
+class BandMaker:
+    """Make a `Band` that clamps. Its factor is the values."""
+
+    terms: tuple[Term, ...]
+    name: ClassVar[str] = "Band"
+    noun: ClassVar[str] = "values of the Band"
+    has_softcap: ClassVar[bool] = True
+
+    @staticmethod
+    def of(bias: Band, batch: tuple[int, ...], lengths: tuple[int, int]) -> tuple[BandMaker, list[Tensor]]:
+        """Return the maker of a bias and its factor, with the batch dims folded into one."""
+        return BandMaker((Term(bounded(bias.zero), True),)), fold_factors([bias.values], batch, (3,))
+
+    def bias(self, factors: Factors) -> Band:
+        return Band(factors[0], self.terms[0].zero, "clamp")
+
+    def is_shared(self, factors: Factors) -> bool:
+        return factors[0].shape[0] == 1
+
+    def heads(self, factors: Factors) -> int:
+        return factors[0].shape[1]
+
+    def dtype(self, factors: Factors) -> torch.dtype:
+        return factors[0].dtype
+
+    def bytes_of_entry(self, factors: Factors, lengths: tuple[int, int]) -> int:
+        return self.heads(factors) * lengths[0] * pitch_of(lengths[1]) * self.dtype(factors).itemsize
+
+    def flop(self, factors: Factors, needs: Sequence[bool] | None = None) -> int:
+        return 0
+
+    def prepare(self, factors: Factors, lengths: tuple[int, int], scale: float, entries: int) -> Made:
+        return _Banded(factors[0], self.terms[0].zero, lengths, entries)
+
+
+Maker = ProjectedMaker | RelativeMaker | BandMaker
+MAKERS: dict[str, Any] = {maker.name: maker for maker in (ProjectedMaker, RelativeMaker, BandMaker)}
 
 
 def pitch_of(keys: int) -> int:
@@ -184,6 +222,15 @@ def gathers_of(x: Tensor) -> Any:
     return gathers.Gathers
 
 
+def bands_of(x: Tensor) -> Any:
+    """Return the class of bands that clamp: by Triton, or in PyTorch."""
+    if has_kernels(x):
+        from .triton_kernels import bands as kernels
+
+        return kernels.Bands
+    return distances.Bands
+
+
 class _Projections:
     """The products of a call, of one term or two. `widest` is the index of the term with all heads of the scores."""
 
@@ -192,12 +239,15 @@ class _Projections:
     ) -> None:
         self.terms, self.factors, self.lengths = terms, factors, lengths
         self.contents, self.tables = factors[::2], factors[1::2]
-        self.made: list[list[Tensor]] = [[] for _ in terms]  # gradients of the content of each part
-        self.each = []
+        self.made: list[list[Any]] = [[] for _ in terms]  # gradients of the content of each part
+        self.each: list[Any] = []
         for term, content, table in zip(terms, self.contents, self.tables, strict=True):
-            rows = positions.rows_of_call(table, *term[:2], *lengths, term.by_keys)
             length, others = reversed(lengths) if term.by_keys else lengths
             shape = (content.shape[2], length, others)
+            if term.clamps and not term.by_keys and table.shape[1] <= min(_FEW_ROWS, others // 4):
+                self.each.append(_FewProducts(table, term.zero, scale, entries, shape))
+                continue
+            rows = positions.rows_of_call(table, *term[:2], *lengths, term.by_keys)
             self.each.append(products_of(content)(rows, scale, term.by_keys, entries, shape))
         heads = [content.shape[2] for content in self.contents]
         self.widest = heads.index(max(heads))
@@ -227,10 +277,59 @@ class _Projections:
         found: list[Tensor | None] = []
         for n, (term, each, table) in enumerate(zip(self.terms, self.each, self.tables, strict=True)):
             found.append(joined(self.made[n]) if needs[2 * n] else None)
-            is_needed = needs[2 * n + 1]
-            settings = (*term[:2], *self.lengths, term.by_keys)
-            found.append(positions.table_gradient(each.rows_gradient(), table, *settings) if is_needed else None)
+            if not needs[2 * n + 1]:
+                found.append(None)
+            elif isinstance(each, _FewProducts):
+                found.append(each.table_gradient())
+            else:
+                settings = (*term[:2], *self.lengths, term.by_keys)
+                found.append(positions.table_gradient(each.rows_gradient(), table, *settings))
         return found
+
+
+class _FewProducts:
+    """The products of queries with a clamped table of few rows: a product with each row, laid out as a band.
+
+    Its methods are of `flash_dmattn.reference.positions.Products`, but for `table_gradient`.
+    """
+
+    def __init__(self, table: Tensor, zero: int, scale: float, entries: int, shape: tuple[int, int, int]) -> None:
+        self.table, self.scale, self.heads = table, scale, shape[0]
+        self.wide = torch.promote_types(table.dtype, torch.float32)
+        self.bands: Any = bands_of(table)(table.shape[1], zero, table.dtype, entries, shape, table.device)
+        self.sums: Tensor | None = None
+
+    @property
+    def _rows(self) -> Tensor:
+        """The rows of each head, (heads, n, P)."""
+        return self.table.to(self.wide).repeat_interleave(self.heads // self.table.shape[0], 0)
+
+    def scores(self, x: Tensor) -> Tensor:
+        with positions.without_autocast(x):
+            values = torch.einsum("blhp,hnp->bhln", x.to(self.wide), self._rows) * self.scale
+        made: Tensor = self.bands.scores(positions.within_range(values, self.table.dtype))
+        return made
+
+    def place(self, entries: int) -> Tensor | None:
+        place: Tensor | None = self.bands.place(entries)
+        return place
+
+    def gradients(self, ds: Tensor, x: Tensor, needs_x: bool, needs_rows: bool) -> Tensor | None:
+        dvalues = self.bands.gradient(ds)
+        with positions.without_autocast(x):
+            if needs_rows:
+                if self.sums is None:
+                    self.sums = torch.zeros(self.heads, *self.table.shape[1:], dtype=self.wide, device=x.device)
+                for entry, vectors in zip(dvalues, x, strict=True):  # in an order that no workspace changes
+                    self.sums += torch.einsum("hln,lhp->hnp", entry, vectors.to(self.wide))
+            if not needs_x:
+                return None
+            return (torch.einsum("bhln,hnp->blhp", dvalues, self._rows) * self.scale).to(x.dtype)
+
+    def table_gradient(self) -> Tensor:
+        """Return the gradient of the table."""
+        assert self.sums is not None
+        return (self.sums * self.scale).unflatten(0, (self.table.shape[0], -1)).sum(1).to(self.table.dtype)
 
 
 class _Gathered:
@@ -259,6 +358,30 @@ class _Gathered:
             made = gathers.split_gradient(self.all.table_gradient(), self.factors[::3])
             found[::3] = [x if is_needed else None for x, is_needed in zip(made, needs[::3], strict=True)]
         return found
+
+
+class _Banded:
+    """The values of a call with a `Band` that clamps."""
+
+    def __init__(self, values: Tensor, zero: int, lengths: tuple[int, int], entries: int) -> None:
+        self.values, self.parts = values, list[Tensor]()
+        shape, entries = (values.shape[1], *lengths), min(entries, len(values))
+        self.bands: Any = bands_of(values)(values.shape[3], zero, values.dtype, entries, shape, values.device)
+
+    def scores(self, span: slice) -> Tensor:
+        made: Tensor = self.bands.scores(gathers.entries_of(self.values, span))
+        return made
+
+    def place(self, entries: int) -> Tensor | None:
+        place: Tensor | None = self.bands.place(min(entries, len(self.values)))
+        return place
+
+    def add_gradient(self, ds: Tensor, span: slice, needs: Sequence[bool]) -> None:
+        if needs[0]:
+            self.parts.append(self.bands.gradient(ds).to(self.values.dtype))
+
+    def gradients(self, needs: Sequence[bool]) -> list[Tensor | None]:
+        return [joined(self.parts) if needs[0] else None]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ are the values of a `Relative` with positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeGuard
 
@@ -33,6 +33,7 @@ from .problem import (
     check_softcap,
     check_strided,
     check_tensor,
+    check_values,
     check_window,
     is_int,
     merge,
@@ -231,14 +232,16 @@ class Relative(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A bias with one value for each head, query and distance, in a band of distances; it is 0 outside of the band.
+    """A bias with one value for each head, query and distance, in a band of distances.
 
-    Equivalent PyTorch: as for `Relative` with `outside="zero"`, and a row of values for each query.
+    Equivalent PyTorch: as for `Relative`, with a row of values for each query. With `outside="clamp"` the bias is made
+    for a few entries of the batch at a time.
 
     Attributes:
         values: (H, Lq, n) or (*batch, H, Lq, n), any float dtype, any strides; H and batch dims as for `Relative`. The
             values of a query are in ascending order of keys.
         zero: the index of distance 0.
+        outside: the rule for distances without a value: "zero", or "clamp", the first or the last value of the query.
 
     Example:
         >>> Band(torch.tensor([[[1, 2], [3, 4], [5, 6]]]), zero=1).dense(3, 3)  # values of distances -1 and 0
@@ -249,6 +252,7 @@ class Band(NamedTuple):
 
     values: Tensor
     zero: int
+    outside: Literal["zero", "clamp"] = "zero"
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk); with a gradient.
@@ -257,6 +261,36 @@ class Band(NamedTuple):
             ValueError: the values have other than seqlen_q rows.
         """
         return _matrix(self, seqlen_q, seqlen_k)
+
+    @property
+    def terms(self) -> tuple[Band, ...]:
+        """This bias alone: it has no other that is added."""
+        return (self,)
+
+    @property
+    def named_terms(self) -> tuple[tuple[str, Band], ...]:
+        """The terms, with the names that messages give them."""
+        return (("bias", self),)
+
+    @property
+    def named_tensors(self) -> tuple[tuple[str, Any], ...]:
+        """The tensors of this term."""
+        return (("values", self.values),)
+
+    def check_with(self, q: Tensor, k: Tensor) -> None:
+        """Check the values with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+        check_floats("bias.values", self.values)
+        check_strided("bias.values", self.values)
+        values, _ = split(self)
+        check_device("bias.values", values.device, q.device)
+        batch = tuple(q.shape[:-3])
+        if values.dim() > len(batch) + 3:
+            raise ValueError(f"bias.values has more batch dims than q, whose batch dims are {batch}")
+        shape = (*(1,) * (len(batch) + 3 - values.dim()), *values.shape)
+        check_values(shape, (*batch, q.shape[-2]), k.shape[-2], (q.shape[-3],))
+
+    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+        """Refuse nothing: all distances have a value."""
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -469,17 +503,21 @@ def _over_groups(scores: Tensor, others: Tensor) -> Tensor:
     return scores.repeat_interleave(max(others.shape[-3] // max(scores.shape[-3], 1), 1), -3)
 
 
-def is_made(bias: object) -> TypeGuard[Projected | Relative]:
+def is_made(bias: object) -> TypeGuard[MadeBias]:
     """Return whether a call makes a bias as a tensor, for a few entries of its batch at a time."""
-    has_places = isinstance(bias, Relative) and (bias.positions is not None or bias.plus is not None)
-    return has_places or isinstance(bias, Projected)
+    if isinstance(bias, Relative):
+        return bias.positions is not None or bias.plus is not None
+    return isinstance(bias, Projected) or (isinstance(bias, Band) and bias.outside != "zero")
 
 
-def fold_factors(factors: list[Tensor], batch: tuple[int, ...]) -> list[Tensor]:
-    """Fold the batch dims of `Relative.factors` into one, of size 1 where all entries of a tensor are the same."""
+def fold_factors(factors: list[Tensor], batch: tuple[int, ...], dims_of: Sequence[int] = (2, 1, 1)) -> list[Tensor]:
+    """Fold the batch dims of `Relative.factors` into one, of size 1 where all entries of a tensor are the same.
+
+    `dims_of` has the number of the last dims, which stay, of the tensors of each term.
+    """
     folded = []
     for n, x in enumerate(factors):
-        dims = 1 if n % 3 else 2
+        dims = dims_of[n % len(dims_of)]
         own, rest = tuple(x.shape[:-dims]), x.shape[-dims:]
         own = (*(1,) * (len(batch) - len(own)), *own)
         if all(size == 1 for size in own):
@@ -495,6 +533,9 @@ _SIDES = ("queries", "keys")
 _MOST_TERMS = 256  # a tile of so many fits in the memory of an SM
 
 
+MadeBias = Projected | Relative | Band
+
+
 class Lowered(NamedTuple):
     """A call that makes its bias, as a call with a tensor."""
 
@@ -504,12 +545,13 @@ class Lowered(NamedTuple):
     raw_flags: RawFlags
 
 
-def kind_of(bias: Projected | Relative) -> str:
+def kind_of(bias: MadeBias) -> str:
     """Return the name of a bias that a call makes, for messages."""
-    return "Projected" if isinstance(bias, Projected) else "Relative with positions"
+    more = {Relative: " with positions", Band: " that clamps"}
+    return f"{type(bias).__name__}{more.get(type(bias), '')}"
 
 
-def refuse_layouts(bias: Projected | Relative, q: object, mask: object, sequences: object) -> None:
+def refuse_layouts(bias: MadeBias, q: object, mask: object, sequences: object) -> None:
     """Refuse sequences and lists in a call that makes its bias."""
     if sequences is not None or (isinstance(q, Tensor) and q.is_nested):
         raise TypeError(
@@ -523,7 +565,7 @@ def refuse_layouts(bias: Projected | Relative, q: object, mask: object, sequence
         )
 
 
-def check_made(bias: Projected | Relative, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
+def check_made(bias: MadeBias, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
     """Check a bias that a call makes with the other arguments; q and k are tensors of 4 dims or more."""
     limits = mask if hasattr(mask, "window_size") else raw_flags  # a prepared mask has its limits
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
@@ -543,14 +585,14 @@ def scale_of(q: Tensor, raw_flags: RawFlags) -> float:
     return int(q.shape[-1]) ** -0.5 if scale is None else check_number("softmax_scale", scale)
 
 
-def lower(bias: Projected | Relative, q: Tensor, k: Tensor, raw_flags: RawFlags) -> Lowered:
+def lower(bias: MadeBias, q: Tensor, k: Tensor, raw_flags: RawFlags) -> Lowered:
     """Make a tensor of a bias, in PyTorch, with a gradient.
 
     With a `Projected` a softcap is of the sum of both products. So all scores are made here then, and the call only
     adds them: it has q and k of zeros, and no softcap.
     """
     lengths = q.shape[-3], k.shape[-3]
-    if isinstance(bias, Relative):
+    if not isinstance(bias, Projected):
         return Lowered(q, k, bias.dense(*lengths), raw_flags)
     scale = scale_of(q, raw_flags)
     softcap = check_softcap(raw_flags.softcap, raw_flags.softmax_scale)
@@ -755,9 +797,10 @@ def split(bias: Any, name: str = "bias") -> tuple[Any, ByDistance | None]:
     check_tensor(f"{name}.values", values, _FLOAT)
     if not is_int(zero):
         raise TypeError(f"{name}.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
-    outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
-    if outside not in _OUTSIDE:
-        raise ValueError(f"{name}.outside is {outside!r}; it needs to be one of {', '.join(map(repr, _OUTSIDE))}")
+    outside: Outside = bias.outside
+    rules = _OUTSIDE[1:] if is_band else _OUTSIDE
+    if outside not in rules:
+        raise ValueError(f"{name}.outside is {outside!r}; it needs to be one of {', '.join(map(repr, rules))}")
     least, dims = (3, "heads, seqlen_q, distances") if is_band else (2, "heads, distances")
     if values.dim() < least:
         raise ValueError(

@@ -17,8 +17,8 @@ from .backends.mask_choice import forward_of, view_of
 from .biases import (
     Bias,
     ListBias,
+    MadeBias,
     Projected,
-    Relative,
     check_made,
     is_made,
     kind_of,
@@ -132,14 +132,14 @@ def prepare_call(
 
 
 def follow_made(
-    bias: Projected | Relative,
+    bias: MadeBias,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask,
     sequences: Sequences | None,
     raw_flags: RawFlags,
-) -> tuple[Projected | Relative, Tensor, Tensor, Tensor]:
+) -> tuple[MadeBias, Tensor, Tensor, Tensor]:
     """Bring a bias that the call makes, q, k and v to the dtype of autocast, and check the bias with them."""
     refuse_layouts(bias, q, mask, sequences)
     if invariant():

@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 
 from .autograd import differentiate, run_forward
 from .backends.mask_choice import forward_of
-from .bias_makers import MAKERS, Made, Maker, ProjectedMaker, RelativeMaker, Term, joined, pitch_of
-from .biases import Projected, Relative, scale_of
+from .bias_makers import MAKERS, Made, Maker, Term, joined, pitch_of
+from .biases import MadeBias, Projected, scale_of
 from .call import follow_made, plan_for, prepare_call, run_call, view_for
 from .definition import LIBRARY, by_name, is_batched, is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
@@ -142,7 +142,7 @@ def attend_made(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected | Relative,
+    bias: MadeBias,
     sink: Tensor | None,
     sequences: Sequences | None,
     raw_flags: RawFlags,
@@ -177,7 +177,7 @@ def describe_made(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected | Relative,
+    bias: MadeBias,
     sink: Tensor | None,
     sequences: Sequences | None,
     raw_flags: RawFlags,
@@ -217,19 +217,17 @@ def describe_made(
     return problem, (*folded.copies, told)
 
 
-def _runs_in_parts(bias: Projected | Relative, q: Tensor, k: Tensor, raw_flags: RawFlags) -> bool:
+def _runs_in_parts(bias: MadeBias, q: Tensor, k: Tensor, raw_flags: RawFlags) -> bool:
     """Return whether a call that nothing watches runs in parts of the batch."""
     has_scores = q.numel() > 0 and k.numel() > 0
-    fits_softcap = raw_flags.softcap == 0 or isinstance(bias, Relative)
+    fits_softcap = raw_flags.softcap == 0 or not isinstance(bias, Projected)
     return has_scores and fits_softcap and not raw_flags.return_probs
 
 
-def _maker_of(bias: Projected | Relative, q: Tensor, k: Tensor) -> tuple[Maker, list[Tensor]]:
+def _maker_of(bias: MadeBias, q: Tensor, k: Tensor) -> tuple[Maker, list[Tensor]]:
     """Return the maker of the bias of a call, and its factors, with the batch dims folded."""
     lengths = q.shape[-3], k.shape[-3]
-    if isinstance(bias, Relative):
-        return RelativeMaker.of(bias, tuple(q.shape[:-3]), lengths)
-    return ProjectedMaker.of(bias, q.dim() - 3, lengths)
+    return MAKERS[type(bias).__name__].of(bias, tuple(q.shape[:-3]), lengths)
 
 
 def _prepared(
@@ -237,7 +235,7 @@ def _prepared(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected | Relative,
+    bias: MadeBias,
     sink: Tensor | None,
     raw_flags: RawFlags,
     backend: BackendChoice,
@@ -482,7 +480,7 @@ def _through_operator(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected | Relative,
+    bias: MadeBias,
     sink: Tensor | None,
     raw_flags: RawFlags,
     backend: BackendChoice,

@@ -13,9 +13,11 @@ from interpreter import TILES, admit_cpu, assert_margins, guard_outputs, set_up
 from out_of_tree import replace_backend
 from outcomes import outcome_of, report
 from projected_cases import (
+    BANDS,
     GATHERS,
     SHAPES,
     assert_accurate,
+    assert_bands,
     assert_gathers,
     assert_products,
     by_gather,
@@ -29,6 +31,7 @@ from torch import Tensor
 from flash_dmattn import attention, bias_makers, projected
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.gradients import with_dbias
+from flash_dmattn.triton_kernels import bands as band_kernels
 from flash_dmattn.triton_kernels import gathers as gather_kernels
 from flash_dmattn.triton_kernels import positions as kernels
 
@@ -65,8 +68,17 @@ def gathers(shape: Any, dtype: torch.dtype) -> None:
     assert_margins()
 
 
+def bands(shape: Any, dtype: torch.dtype) -> None:
+    assert_bands(shape, dtype)
+    assert_margins()
+
+
 def gather_calls() -> Iterator[str | None]:
     guard_outputs()
+    for number, band in enumerate(BANDS):
+        dtype = (torch.float16, torch.float32)[number % 2]
+        set_up()
+        yield outcome_of(partial(bands, band, dtype), f"band {band}, {dtype}")
     for number, shape in enumerate(GATHERS):
         dtype = (torch.float16, torch.float32)[number % 2]
         set_up()
@@ -118,6 +130,7 @@ def stores(seed: int, dtype: torch.dtype) -> None:
 def calls() -> Iterator[str | None]:
     admit_cpu()
     bias_makers.products_of = lambda x: kernels.Products  # type: ignore[assignment]
+    bias_makers.bands_of = lambda x: band_kernels.Bands  # type: ignore[assignment]
     bias_makers.gathers_of = lambda x: gather_kernels.Gathers  # type: ignore[assignment]
     for seed, workspace in zip(range(24), 8 * (1, 5000, 2**28), strict=True):
         projected.WORKSPACE_BYTES = workspace

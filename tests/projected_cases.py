@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import attention
-from flash_dmattn.biases import Projected, Relative
-from flash_dmattn.reference import gathers, positions
+from flash_dmattn.biases import Band, Projected, Relative
+from flash_dmattn.reference import distances, gathers, positions
 from flash_dmattn.reference.yardstick import RATIO
 
 
@@ -22,7 +22,7 @@ class ProjectedCase(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    bias: Projected | Relative
+    bias: Projected | Relative | Band
     options: dict[str, Any]
 
     @property
@@ -88,10 +88,15 @@ def draw(
 
 
 def with_positions(case: ProjectedCase, seed: int) -> ProjectedCase:
-    """The same call with a `Relative` with positions: one term to three, shared by all entries or not."""
+    """The same call with a `Relative` with positions, one term to three, or a `Band` that clamps; shared or not."""
     choose, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _), device = case.q.shape, case.k.shape, case.q.device
     bias: Relative | None = None
+    if choose.random() < 0.25:
+        number = choose.choice((1, 2, 9, 70))
+        shape = (*choose.choice(((), (1,), (batch,))), choose.choice((1, heads_k, heads)), seqlen_q, number)
+        values = torch.randn(shape, generator=numbers, dtype=torch.float64).to(case.q).requires_grad_()
+        return case._replace(bias=Band(values, choose.choice((-50, 0, number // 2, number + 60)), "clamp"))
     for term in range(choose.choice((1, 1, 2, 3))):
         number, outside = choose.choice((1, 7, 65, 300)), choose.choice(("clamp", "zero"))
         shape = (*choose.choice(((), (1,), (batch,))), choose.choice((1, heads_k, heads)), number)
@@ -108,8 +113,13 @@ def with_positions(case: ProjectedCase, seed: int) -> ProjectedCase:
     return case._replace(bias=bias)
 
 
-def placed(bias: Relative, seqlen_q: int, seqlen_k: int) -> Tensor:
+def placed(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The value of every score, (1 or B, H, Lq, Lk), of all terms."""
+    if isinstance(bias, Band):
+        place = bias.zero + torch.arange(seqlen_k) - torch.arange(seqlen_k - seqlen_q, seqlen_k)[:, None]
+        index = place.clamp(0, bias.values.shape[-1] - 1).to(bias.values.device)
+        made = bias.values.gather(-1, index.expand(*bias.values.shape[:-2], *index.shape))
+        return made if made.dim() == 4 else made[None]
     values, zero, outside, pair, plus = bias
     if pair is None:
         pair = torch.arange(seqlen_k - seqlen_q, seqlen_k), torch.arange(seqlen_k)
@@ -192,6 +202,8 @@ def converted(bias: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """The same bias with other values."""
     if isinstance(bias, Projected):
         return bias.converted(convert)
+    if isinstance(bias, Band):
+        return bias._replace(values=convert(bias.values))
     return bias and bias._replace(values=convert(bias.values), plus=converted(bias.plus, convert))
 
 
@@ -318,3 +330,26 @@ def assert_gathers(
             assert torch.equal(x, plain) and torch.equal(y, made[0][1]), "bits depend on the workspace"
         error = float((made[0][1].double() - wanted).norm() / wanted.norm())
         assert error <= 1e-5, error
+
+
+# Heads, Lq, Lk, the number of values of a query, and the index of distance 0 among them.
+BANDS = ((2, 5, 300, 3, 1), (1, 40, 17, 150, 75), (2, 33, 33, 1, 0), (1, 17, 130, 9, -200), (1, 20, 20, 2, 10**12))
+
+
+def assert_bands(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """The kernels' band that clamps has the bits of PyTorch's, and their gradient is as in fp64."""
+    from flash_dmattn.triton_kernels.bands import Bands
+
+    heads, length, others, number, zero = shape
+    random = torch.Generator().manual_seed(length)
+    values = torch.randn(3, heads, length, number, generator=random).to(device)
+    ds = torch.randn(3, heads, length, others, generator=random).to(device, dtype)
+    made, plain, exact = (
+        kind(number, zero, own, 3, (heads, length, others), values.device)
+        for kind, own in ((Bands, dtype), (distances.Bands, dtype), (distances.Bands, torch.float64))
+    )
+    assert torch.equal(made.scores(values), plain.scores(values))
+    wanted = exact.gradient(ds.double())
+    for part in (ds, made.place(3).copy_(ds)):
+        torch.testing.assert_close(made.gradient(part).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.scores(values[1:2]), plain.scores(values[1:2]))

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import AuxRequest, Sequences, attention, biases, config, explain, projected
 from flash_dmattn.bias_makers import ProjectedMaker, Term
-from flash_dmattn.biases import Projected, Relative
+from flash_dmattn.biases import Band, Projected, Relative
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import positions
@@ -53,6 +53,7 @@ VALUES, OWN_VALUES = leaf(HQ, 9, seed=6), leaf(B, 1, 5, seed=7)
 TIMES = torch.randint(0, 12, (B, LQ + LK), generator=torch.Generator().manual_seed(8)).split((LQ, LK), 1)
 BY_TIMES = Relative(VALUES, 3, "clamp", TIMES, Relative(OWN_VALUES, 2, "zero"))
 SHARED = Relative(VALUES, 3, "zero", (TIMES[0][0], TIMES[1][0]))
+BANDED = Band(leaf(B, HK, LQ, 5, seed=9), 2, "clamp")
 BY_KEYS = Projected(leaf(B, LK, HK, 6, seed=5), TABLE, 4, "clamp", "keys")
 
 
@@ -104,8 +105,8 @@ def test_random_calls_are_as_by_a_gather(
 
 def same(call: Callable[[Any], Any], *more: Tensor) -> None:
     """A call with the bias is as with its tensor, gradients included."""
-    leaves = [*LEAVES, VALUES, OWN_VALUES, *more]
-    for pair in ((BIAS, scaled()), *((bias, bias.dense(LQ, LK)) for bias in (BY_TIMES, SHARED))):
+    leaves = [*LEAVES, VALUES, OWN_VALUES, BANDED.values, *more]
+    for pair in ((BIAS, scaled()), *((bias, bias.dense(LQ, LK)) for bias in (BY_TIMES, SHARED, BANDED))):
         results = []
         for bias in pair:
             torch.manual_seed(3)
@@ -352,7 +353,7 @@ def test_transforms() -> None:
 
 
 class Model(torch.nn.Module):
-    """A call with learned tables and a sink, of one of four kinds."""
+    """A call with learned tables and a sink, of one of five kinds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -367,6 +368,9 @@ class Model(torch.nn.Module):
             places = ((x[..., 0, 0] * 3).long(), (y[0, :, 0, 0] * 3).long())
             added = Relative(self.values, 4, "clamp", places, Relative(self.table[:, :, 0], 5, "zero"))
             return attention(q, k, v, mask, added, softcap=3.0, return_lse=True)
+        if self.kind == "band":
+            near = torch.einsum("bihp,hnp->bhin", x, self.table[:1].expand(q.shape[2], -1, -1))
+            return attention(q, k, v, mask, Band(near, 4, "clamp"), softcap=3.0, return_lse=True)
         if self.kind == "softcap":
             return (attention(q, k, v, mask, bias, softcap=3.0),)
         if self.kind == "causal":
@@ -376,7 +380,7 @@ class Model(torch.nn.Module):
         return out, aux.lse, aux.entropy
 
 
-KINDS = ("causal", "aux", "softcap", "positions")
+KINDS = ("causal", "aux", "softcap", "positions", "band")
 
 
 def inputs_of(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, ...]:
@@ -682,6 +686,6 @@ def test_a_great_call_on_a_gpu_needs_no_tensor_of_all_scores() -> None:
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
-@pytest.mark.parametrize(("what", "number"), (("kernels", 15), ("gathers", 5), ("calls", 64)))
+@pytest.mark.parametrize(("what", "number"), (("kernels", 15), ("gathers", 10), ("calls", 64)))
 def test_the_kernels_in_the_interpreter(what: str, number: int) -> None:
     assert f"{number} passed, 0 failed" in interpret("interpreted_projected.py", what)
