@@ -32,6 +32,7 @@ from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
 from flash_dmattn.triton_kernels import (
     append,
+    bands,
     gathers,
     interval_pack,
     key_pack,
@@ -483,7 +484,7 @@ def position_jobs(arch: str, dtype: torch.dtype, terms: int) -> list[Job]:
 
 
 def gather_jobs(arch: str, dtype: torch.dtype) -> list[Job]:
-    """The kernels of a `Relative` with positions: three tables that all entries share, and a long one of each entry."""
+    """The kernels of values by position: three tables that all share, a long one of each entry; and a clamped band."""
     jobs, record = recorder(arch)
     with mock.patch.object(Launch, "__call__", record):
         for sizes, own in (((65, 65, 65), 1), ((4095,), 4)):
@@ -492,6 +493,9 @@ def gather_jobs(arch: str, dtype: torch.dtype) -> list[Job]:
             places = Places(whole, whole, sizes, tuple(n == 65 for n in sizes))
             values = gathers.Gathers(table, places, dtype, 4)
             values.add_gradient(values.place(4).copy_(values.scores(slice(0, 4))), slice(0, 4))
+        of_queries = torch.empty(4, 8, 1500, 73, device="meta")
+        band = bands.Bands(73, 64, dtype, 4, (8, 1500, 1500), of_queries.device)
+        band.gradient(band.place(4).copy_(band.scores(of_queries)))
     return jobs
 
 

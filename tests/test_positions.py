@@ -7,13 +7,23 @@ from typing import Any
 import pytest
 import torch
 from conftest import refusal_of
-from projected_cases import GATHERS, assert_gathers, by_gather, draw, placed, with_gradients, with_positions
-from test_projected import BY_TIMES, HQ, LK, LQ, SHARED, TIMES, VALUES, K, Q, V, leaf, on_gpu
+from projected_cases import (
+    BANDS,
+    GATHERS,
+    assert_bands,
+    assert_gathers,
+    by_gather,
+    draw,
+    placed,
+    with_gradients,
+    with_positions,
+)
+from test_projected import BANDED, BY_TIMES, HQ, LK, LQ, SHARED, TIMES, VALUES, K, Q, V, leaf, on_gpu
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import attention, config, explain, nn, projected
-from flash_dmattn.biases import Relative, require_dense_bias
+from flash_dmattn.biases import Projected, Relative, require_dense_bias
 from flash_dmattn.reference import gathers
 
 F64 = torch.float64
@@ -126,6 +136,17 @@ def test_batched_values_of_16_bits_that_some_entries_share() -> None:
     torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=0.05, atol=0.05)
 
 
+def test_a_band_that_clamps_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projected, "WORKSPACE_BYTES", 1)
+    assert (
+        explain(Q, K, V, bias=BANDED).copies[0].startswith("runs 5 parts of 1 of 5 entries; their values of the Band")
+    )
+    one = BANDED._replace(values=BANDED.values[:1])
+    assert explain(Q, K, V, bias=one).copies[0].startswith("runs 1 part of 5 of 5 entries")
+    with pytest.raises(TypeError, match="bias is a Band that clamps with DTensors"):
+        require_dense_bias(BANDED, "with DTensors")
+
+
 def test_calls_without_scores() -> None:
     for rows in ((5, 0, LK), (5, LQ, 0), (0, LQ, LK)):
         q, k = Q[: rows[0], : rows[1]], K[: rows[0], : rows[2]]
@@ -176,6 +197,44 @@ def test_point_transformers() -> None:
     made = attention(q, k, v, bias=bias)
     pairs = (with_gradients((each,), [q, k, v, table]) for each in (made, wanted))
     for x, y in zip(*pairs, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def rel_shift(x: Tensor) -> Tensor:
+    """Move row i of products with 2 L - 1 rows i places to the right, and keep L columns: Transformer-XL's trick."""
+    length = x.shape[2]
+    moved = torch.nn.functional.pad(x, (1, 0)).reshape(*x.shape[:2], -1, length)[:, :, 1:]
+    return moved.reshape(x.shape)[..., :length]
+
+
+def test_conformers_of_nemo() -> None:
+    """Two learned vectors, a product with projected positions, rel_shift, and the scale outside of the sum."""
+    batch, length, heads, dim = 2, 12, 2, 8
+    q, k, v = (leaf(batch, length, heads, dim, seed=seed) for seed in range(3))
+    table, u, w = leaf(heads, 2 * length - 1, dim, seed=3), leaf(heads, dim, seed=4), leaf(heads, dim, seed=5)
+    used = torch.tensor([length, 7])
+    hidden = torch.arange(length) >= used[:, None, None, None]  # keys; rows of padding count for nothing
+    content = torch.einsum("bihd,bjhd->bhij", q + u, k)
+    by_position = rel_shift(torch.einsum("bihd,hnd->bhin", q + w, table))
+    scores = ((content + by_position) / dim**0.5).masked_fill(hidden, -10000.0)
+    probs = scores.softmax(-1).masked_fill(hidden, 0.0)
+    wanted = torch.einsum("bhij,bjhd->bihd", probs, v)
+    made = attention(q + u, k, v, ~hidden, Projected(q + w, table, zero=length - 1))
+    for x, y in zip(*(with_gradients((each,), [q, k, v, table, u, w]) for each in (made, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_enformer() -> None:
+    """Queries are scaled first, and learned vectors come behind the scale; values have another head dim."""
+    batch, length, heads, dim = 2, 10, 2, 8
+    q, k, v = leaf(batch, length, heads, dim), leaf(batch, length, heads, dim, seed=1), leaf(batch, length, heads, 24)
+    table, c, p = leaf(heads, 2 * length - 1, dim, seed=3), leaf(heads, dim, seed=4), leaf(heads, dim, seed=5)
+    scaled = q * dim**-0.5
+    content = torch.einsum("bihd,bjhd->bhij", scaled + c, k)
+    scores = content + rel_shift(torch.einsum("bihd,hnd->bhin", scaled + p, table))
+    wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    made = attention(scaled + c, k, v, None, Projected(scaled + p, table, zero=length - 1), softmax_scale=1.0)
+    for x, y in zip(*(with_gradients((each,), [q, k, v, table, c, p]) for each in (made, wanted)), strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -263,6 +322,8 @@ def test_other_layouts_name_what_to_pass() -> None:
 @on_gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 def test_the_kernels_on_a_gpu(dtype: torch.dtype) -> None:
+    for band in (*BANDS, (8, 1500, 1500, 73, 64)):
+        assert_bands(band, dtype, "cuda")
     for shape in (*GATHERS, (4, 4, 1024, 1024, (65, 65, 65), 1), (3, 2, 300, 130, (5000,), 3)):
         assert_gathers(shape, dtype, "cuda")
 

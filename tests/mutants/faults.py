@@ -584,6 +584,27 @@ _PYTHON = (
         (f"{_PROJECTED}test_compiled_calls[positions]",),
     ),
     Fault(
+        "triton: a band of one value has the gradient of one side",
+        "triton_kernels/bands.py",
+        "first += tl.sum(tl.where(place == 0, gradient, 0.0), 1)",
+        "first += tl.sum(tl.where(zero + j - i[:, None] <= 0, gradient, 0.0), 1)",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "triton: the last value of a clamped band has no more than its own score",
+        "triton_kernels/bands.py",
+        "made = tl.where(place == number - 1, last[:, None], inner)",
+        "made = inner",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "the gradient of a table of few rows lacks the last entry",
+        "flash_dmattn/bias_makers.py",
+        "in zip(dvalues, x, strict=True):  # in an order",
+        "in list(zip(dvalues, x, strict=True))[: max(len(x) - 1, 1)]:  # in an order",
+        (f"{_PROJECTED}test_few_clamped_rows_are_multiplied_row_by_row",),
+    ),
+    Fault(
         "triton: sums of values by position begin anew with each part",
         "triton_kernels/gathers.py",
         "acc = tl.load(place)",
