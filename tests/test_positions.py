@@ -229,11 +229,11 @@ def test_enformer() -> None:
     batch, length, heads, dim = 2, 10, 2, 8
     q, k, v = leaf(batch, length, heads, dim), leaf(batch, length, heads, dim, seed=1), leaf(batch, length, heads, 24)
     table, c, p = leaf(heads, 2 * length - 1, dim, seed=3), leaf(heads, dim, seed=4), leaf(heads, dim, seed=5)
-    scaled = q * dim**-0.5
-    content = torch.einsum("bihd,bjhd->bhij", scaled + c, k)
-    scores = content + rel_shift(torch.einsum("bihd,hnd->bhin", scaled + p, table))
+    s = dim**-0.5
+    content = torch.einsum("bihd,bjhd->bhij", q * s + c, k)
+    scores = content + rel_shift(torch.einsum("bihd,hnd->bhin", q * s + p, table))
     wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-    made = attention(scaled + c, k, v, None, Projected(scaled + p, table, zero=length - 1), softmax_scale=1.0)
+    made = attention(q * s + c, k, v, None, Projected(q * s + p, table, zero=length - 1), softmax_scale=1.0)
     for x, y in zip(*(with_gradients((each,), [q, k, v, table, c, p]) for each in (made, wanted)), strict=True):
         torch.testing.assert_close(x, y)
 
