@@ -107,7 +107,7 @@ class ProjectedMaker:
         return 2 * terms * (1 if needs is None else 1 + any(needs[::2]) + any(needs[1::2]))
 
     def prepare(self, factors: Factors, lengths: tuple[int, int], scale: float, entries: int) -> Made:
-        """Prepare the bias of a call, of which parts have at most so many entries."""
+        """Prepare the bias of a call in parts of at most so many entries."""
         return _Projections(self.terms, factors, lengths, scale, entries)
 
 
@@ -147,7 +147,7 @@ class RelativeMaker:
         return self.heads(factors) * lengths[0] * pitch_of(lengths[1]) * self.dtype(factors).itemsize
 
     def flop(self, factors: Factors, needs: Sequence[bool] | None = None) -> int:
-        return 0  # values are read and added, as those of any bias
+        return 0  # values are read and added, as values of any bias
 
     def prepare(self, factors: Factors, lengths: tuple[int, int], scale: float, entries: int) -> Made:
         return _Gathered(self.terms, factors, entries)
@@ -274,17 +274,17 @@ class _Projections:
                 self.made[n].append(each.gradients(shared, x, needs_x, needs_rows))
 
     def gradients(self, needs: Sequence[bool]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for n, (term, each, table) in enumerate(zip(self.terms, self.each, self.tables, strict=True)):
-            found.append(joined(self.made[n]) if needs[2 * n] else None)
+            gradients.append(joined(self.made[n]) if needs[2 * n] else None)
             if not needs[2 * n + 1]:
-                found.append(None)
+                gradients.append(None)
             elif isinstance(each, _FewProducts):
-                found.append(each.table_gradient())
+                gradients.append(each.table_gradient())
             else:
                 settings = (*term[:2], *self.lengths, term.by_keys)
-                found.append(positions.table_gradient(each.rows_gradient(), table, *settings))
-        return found
+                gradients.append(positions.table_gradient(each.rows_gradient(), table, *settings))
+        return gradients
 
 
 class _FewProducts:
@@ -353,11 +353,11 @@ class _Gathered:
             self.all.add_gradient(ds, span)
 
     def gradients(self, needs: Sequence[bool]) -> list[Tensor | None]:
-        found: list[Tensor | None] = [None] * len(self.factors)
+        gradients: list[Tensor | None] = [None] * len(self.factors)
         if any(needs):
             made = gathers.split_gradient(self.all.table_gradient(), self.factors[::3])
-            found[::3] = [x if is_needed else None for x, is_needed in zip(made, needs[::3], strict=True)]
-        return found
+            gradients[::3] = [x if is_needed else None for x, is_needed in zip(made, needs[::3], strict=True)]
+        return gradients
 
 
 class _Banded:

@@ -113,8 +113,8 @@ def add_gradient(ds: Tensor, places: Places, sums: Tensor) -> None:
     Entries of the batch are added one after the other, so that parts of a batch give the bits of the whole.
     """
     number = sums.shape[2]
-    for entry, of_scores in enumerate(ds):
-        rows = of_scores.movedim(0, -1).flatten(0, 1).to(sums.dtype)
+    for entry, part in enumerate(ds):
+        rows = part.movedim(0, -1).flatten(0, 1).to(sums.dtype)
         own = places.of(slice(entry, entry + 1))
         total = sums[entry if sums.shape[0] > 1 else 0]
         for term in range(len(places.sizes)):

@@ -488,14 +488,14 @@ def gather_jobs(arch: str, dtype: torch.dtype) -> list[Job]:
     jobs, record = recorder(arch)
     with mock.patch.object(Launch, "__call__", record):
         for sizes, own in (((65, 65, 65), 1), ((4095,), 4)):
-            whole = torch.empty(len(sizes), 4, 1024, dtype=torch.int64, device="meta")
+            own_positions = torch.empty(len(sizes), 4, 1024, dtype=torch.int64, device="meta")
             table = torch.empty(own, 4, sum(sizes), device="meta")
-            places = Places(whole, whole, sizes, tuple(n == 65 for n in sizes))
+            places = Places(own_positions, own_positions, sizes, tuple(n == 65 for n in sizes))
             values = gathers.Gathers(table, places, dtype, 4)
             values.add_gradient(values.place(4).copy_(values.scores(slice(0, 4))), slice(0, 4))
-        of_queries = torch.empty(4, 8, 1500, 73, device="meta")
-        band = bands.Bands(73, 64, dtype, 4, (8, 1500, 1500), of_queries.device)
-        band.gradient(band.place(4).copy_(band.scores(of_queries)))
+        query_values = torch.empty(4, 8, 1500, 73, device="meta")
+        band = bands.Bands(73, 64, dtype, 4, (8, 1500, 1500), query_values.device)
+        band.gradient(band.place(4).copy_(band.scores(query_values)))
     return jobs
 
 

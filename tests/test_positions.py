@@ -52,7 +52,7 @@ def test_positions_in_order_are_those_of_a_relative_without_them() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), ids=str)
 def test_positions_of_any_integers(dtype: torch.dtype) -> None:
-    """Differences of uint8 may be negative, and those of int8 exceed its range."""
+    """Differences of uint8 may be negative, and int8 does not hold all differences of int8."""
     most = min(torch.iinfo(dtype).max, 2**60)
     queries, keys = torch.tensor([0, most, most // 2]), torch.tensor([most, 0, 1])
     bias = Relative(leaf(2, 5), 2, "clamp", (queries.to(dtype), keys.to(dtype)))

@@ -1,9 +1,8 @@
 """Biases by position: the bias of a few entries of the batch in a workspace, and the gradient of its values from ds.
 
-`flash_dmattn.reference.gathers` has the definition. A pair of a query and a key has the same place in the table for all
-heads, so a program of the bias computes places once. The gradient is a sum over all pairs with the same place. Place
-`COLUMNS * u + v` is row u and column v of a matrix, and a sum over pairs of a product of the one-hot row of u, and of
-the one-hot row of v times ds, is that matrix: tensor cores compute it, and every product is exact.
+`flash_dmattn.reference.gathers` has the definition. The gradient is a sum over all pairs with the same place. Place
+`COLUMNS * u + v` is row u and column v of a matrix. The matrix is a product: one factor has the one-hot row of u of
+each pair, the other the one-hot row of v times ds. Tensor cores compute it, and every product of two numbers is exact.
 
 All sums have a fixed order, which does not depend on the number of entries in the workspace.
 """
