@@ -28,9 +28,8 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import projected
-from flash_dmattn.bias_makers import ProjectedMaker, RelativeMaker, Term, products_of
+from flash_dmattn.bias_makers import ProjectedMaker, RelativeMaker, Term
 from flash_dmattn.biases import Projected, Relative
-from flash_dmattn.reference import positions as reference
 
 from . import machine
 from .timing import Runner, leave_default_stream, measure
@@ -211,11 +210,11 @@ def time_kernels(name: str, c: Call, device: torch.device) -> None:
         return
     x, sizes = {key: t.detach() for key, t in c.leaves.items()}, c.sizes
     clamps, zero = bool(sizes.reach), sizes.reach or sizes.length - 1
-    rows = reference.rows_of_call(x["table"], zero, clamps, sizes.length, sizes.length, False)
     leaves = projected._Leaves(x["q"], x["k"], x["v"], None, (x["x"], x["table"]))
-    entries = projected._entries_of(leaves, ProjectedMaker((Term(zero, clamps),)))
-    shape = (sizes.heads, sizes.length, sizes.length)
-    products: Any = products_of(x["q"])(rows, sizes.dim**-0.5, False, entries, shape)
+    maker = ProjectedMaker((Term(zero, clamps),))
+    entries = projected._entries_of(leaves, maker)
+    bias: Any = maker.prepare(leaves.factors, leaves.lengths, sizes.dim**-0.5, entries)
+    (products,) = bias.each  # few clamped rows have others
     part = x["x"][:entries]
     ds = products.scores(part)
     place = products.place(entries)
