@@ -1,8 +1,9 @@
-"""Times attention with products by distance in 16 bits: `python -m benchmarks.positions`.
+"""Times attention with products by distance, or values by position, in 16 bits: `python -m benchmarks.positions`.
 
-Calls have the sizes of Parakeet, Conformers, Enformer, DeBERTa v2 and Wav2Vec2-BERT, with a mask of padding. Ways:
-"plain" is our call without positions; "ours" has a `Projected`; "tensor" makes the dense bias as the models do, by a
-product and `rel_shift` or a gather, for `F.scaled_dot_product_attention`. Both passes are timed in turns, and each way
+Calls have the sizes of Parakeet, Conformers, Enformer, DeBERTa v2 and Wav2Vec2-BERT, with a mask of padding, and of
+Point Transformer V3. Ways: "plain" is our call without positions; "ours" has a `Projected`, or for points three
+`Relative` with positions; "tensor" makes the dense bias as the models do, by a product and `rel_shift` or a gather, for
+`F.scaled_dot_product_attention`. Both passes are timed in turns, and each way
 tells its peak memory without inputs and outputs, and the largest error of out and its gradients against fp64, in two
 batch entries. Then come the kernels of a part by themselves, in milliseconds and in picoseconds a score.
 
@@ -27,15 +28,18 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import projected
-from flash_dmattn.biases import Projected
-from flash_dmattn.reference import positions as reference
+from flash_dmattn.bias_makers import ProjectedMaker, RelativeMaker, Term
+from flash_dmattn.biases import Projected, Relative
 
 from . import machine
 from .timing import Runner, leave_default_stream, measure
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call; a table of `reach` clamps distances beyond it, and 0 is a row for every distance."""
+    """Sizes of a call; a table of `reach` clamps distances beyond it, and 0 is a row for every distance.
+
+    Tables of `axes` have a value for each head and difference of coordinates, and no row.
+    """
 
     batch: int
     heads: int
@@ -45,6 +49,7 @@ class Sizes(NamedTuple):
     reach: int = 0
     dropout: float = 0.0
     both_sides: bool = False
+    axes: int = 0
 
 
 CALLS = {
@@ -53,6 +58,7 @@ CALLS = {
     "enformer": Sizes(4, 8, 1536, 64, 192, dropout=0.05),
     "deberta v2": Sizes(32, 12, 512, 64, reach=511, both_sides=True),
     "wav2vec2-bert": Sizes(8, 16, 1500, 64, reach=36),
+    "point transformer v3": Sizes(100, 4, 1024, 16, reach=32, axes=3),
     "long, wide": Sizes(4, 8, 4096, 128),
 }
 
@@ -62,11 +68,18 @@ class Call(NamedTuple):
 
     sizes: Sizes
     leaves: dict[str, Tensor]
-    mask: Tensor
+    mask: Tensor | None
     dout: Tensor
+    coordinates: Tensor  # (batch, length, axes)
 
-    def bias(self) -> Projected:
+    def bias(self) -> Projected | Relative:
         reach, x = self.sizes.reach, self.leaves
+        if self.sizes.axes:
+            made: Relative | None = None
+            for values, axis in zip(x["table"].unbind(0), (-self.coordinates).unbind(2), strict=True):
+                made = Relative(values, reach, "clamp", (axis, axis), made)
+            assert made is not None
+            return made
         if not reach:
             return Projected(x["x"], x["table"], self.sizes.length - 1)
         plus = Projected(x["k"], x["other"], reach, "clamp", "keys") if self.sizes.both_sides else None
@@ -74,7 +87,10 @@ class Call(NamedTuple):
 
 
 def make(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Call:
-    """Draw a call; a quarter of the keys of every second entry is padding."""
+    """Draw a call; a quarter of the keys of every second entry is padding, except among points.
+
+    Points are in the order of a curve, so that steps from one to the next are small.
+    """
     random = torch.Generator(device).manual_seed(0)
     batch, heads, length, dim, dim_v, reach, *_ = sizes
 
@@ -82,13 +98,15 @@ def make(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Call:
         return torch.randn(shape, generator=random, device=device).to(dtype).requires_grad_()
 
     rows = 2 * (reach or length - 1) + 1
-    leaves = {name: leaf(batch, length, heads, dim) for name in ("q", "k", "x")}
-    leaves |= {"v": leaf(batch, length, heads, dim_v or dim), "table": leaf(heads, rows, dim)}
+    leaves = {name: leaf(batch, length, heads, dim) for name in ("q", "k", *("x",) * (not sizes.axes))}
+    leaves |= {"v": leaf(batch, length, heads, dim_v or dim)}
+    leaves["table"] = leaf(sizes.axes, heads, rows) if sizes.axes else leaf(heads, rows, dim)
     if sizes.both_sides:
         leaves["other"] = leaf(heads, rows, dim)
     used = torch.where(torch.arange(batch, device=device) % 2 == 0, length, length - length // 4)
-    mask = (torch.arange(length, device=device) < used[:, None])[:, None, None]
-    return Call(sizes, leaves, mask, leaf(batch, length, heads, dim_v or dim).detach())
+    mask = None if sizes.axes else (torch.arange(length, device=device) < used[:, None])[:, None, None]
+    steps = torch.randint(-1, 2, (batch, length, sizes.axes), generator=random, device=device)
+    return Call(sizes, leaves, mask, leaf(batch, length, heads, dim_v or dim).detach(), 3 * steps.cumsum(1))
 
 
 def plain(c: Call) -> Tensor:
@@ -114,13 +132,25 @@ def shifted(x: Tensor, table: Tensor, reach: int, is_mirrored: bool = False) -> 
     return gathered.transpose(2, 3) if is_mirrored else gathered
 
 
+def looked_up(c: Call) -> Tensor:
+    """The sum of the values of each axis as Point Transformer V3 makes it, by index_select."""
+    axes, reach, table = c.sizes.axes, c.sizes.reach, c.leaves["table"]
+    difference = (c.coordinates[:, :, None] - c.coordinates[:, None]).clamp(-reach, reach)
+    rows = difference + reach + torch.arange(axes, device=table.device) * (2 * reach + 1)
+    joined = table.transpose(1, 2).flatten(0, 1)
+    return joined.index_select(0, rows.flatten()).view(*rows.shape, -1).sum(3).permute(0, 3, 1, 2)
+
+
 def tensor(c: Call) -> Tensor:
     x, scale = c.leaves, c.sizes.dim**-0.5
+    q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
+    if c.sizes.axes:
+        return F.scaled_dot_product_attention(q, k, v, looked_up(c)).transpose(1, 2)
+    assert c.mask is not None
     bias = shifted(x["x"], x["table"], c.sizes.reach)
     if c.sizes.both_sides:
         bias = bias + shifted(x["k"], x["other"], c.sizes.reach, is_mirrored=True)
     bias = (bias * scale).masked_fill(~c.mask, -torch.inf)
-    q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=c.sizes.dropout).transpose(1, 2)
 
 
@@ -138,7 +168,8 @@ def error_of(c: Call, way: Callable[[Call], Tensor]) -> float:
     results = []
     for dtype, run in ((torch.float64, tensor), (c.dout.dtype, way)):
         leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in few.items()}
-        part = Call(c.sizes._replace(batch=2, dropout=0.0), leaves, c.mask[:2], c.dout[:2].to(dtype))
+        mask, sizes = None if c.mask is None else c.mask[:2], c.sizes._replace(batch=2, dropout=0.0)
+        part = Call(sizes, leaves, mask, c.dout[:2].to(dtype), c.coordinates[:2])
         out = run(part)
         results.append([out.detach(), *gradients(part, out)])
     pairs = [(a, b) for a, b in zip(*results, strict=True) if a is not None and b is not None]
@@ -174,13 +205,16 @@ def time_call(name: str, c: Call, device: torch.device) -> None:
 
 def time_kernels(name: str, c: Call, device: torch.device) -> None:
     """Print a row for each kernel of a part: the scores, the gradient of content, and of the table."""
+    if c.sizes.axes:
+        time_gathers(name, c, device)
+        return
     x, sizes = {key: t.detach() for key, t in c.leaves.items()}, c.sizes
     clamps, zero = bool(sizes.reach), sizes.reach or sizes.length - 1
-    rows = reference.rows_of_call(x["table"], zero, clamps, sizes.length, sizes.length, False)
-    leaves = projected._Leaves(x["q"], x["k"], x["v"], None, x["x"], x["table"])
-    entries = projected._entries_of(leaves, (projected._Term(zero, clamps, False),))
-    shape = (sizes.heads, sizes.length, sizes.length)
-    products: Any = projected._products_of(x["q"])(rows, sizes.dim**-0.5, False, entries, shape)
+    leaves = projected._Leaves(x["q"], x["k"], x["v"], None, (x["x"], x["table"]))
+    maker = ProjectedMaker((Term(zero, clamps),))
+    entries = projected._entries_of(leaves, maker)
+    bias: Any = maker.prepare(leaves.factors, leaves.lengths, sizes.dim**-0.5, entries)
+    (products,) = bias.each  # few clamped rows have others
     part = x["x"][:entries]
     ds = products.scores(part)
     place = products.place(entries)
@@ -190,8 +224,32 @@ def time_kernels(name: str, c: Call, device: torch.device) -> None:
         "gradient of content": Runner(lambda: products.gradients(ds, part, True, False)),
         "gradient of table": Runner(lambda: products.gradients(ds, part, False, True)),
     }
+    time_parts(name, c, entries, runners, device)
+
+
+def time_gathers(name: str, c: Call, device: torch.device) -> None:
+    """Print a row for the bias by position of a part, and for the gradient of its tables."""
+    bias: Any = c.bias()
+    lengths = (c.sizes.length, c.sizes.length)
+    maker, factors = RelativeMaker.of(bias, (c.sizes.batch,), lengths)
+    factors = [x.detach() for x in factors]
+    q, k, v = (c.leaves[key].detach() for key in "qkv")
+    leaves = projected._Leaves(q, k, v, None, tuple(factors))
+    entries = projected._entries_of(leaves, maker)
+    made, span = maker.prepare(factors, lengths, 1.0, entries), slice(0, entries)
+    scores, place = made.scores(span), made.place(entries)
+    ds = scores if place is None else place.copy_(scores)
+    runners = {
+        "values": Runner(lambda: made.scores(span)),
+        "gradient of the tables": Runner(lambda: made.add_gradient(ds, span, [True] * len(factors))),
+    }
+    time_parts(name, c, entries, runners, device)
+
+
+def time_parts(name: str, c: Call, entries: int, runners: dict[str, Runner], device: torch.device) -> None:
+    """Print a row for each kernel of a part."""
     measure(list(runners.values()), device, rep_ms=50, least=5, most=100)
-    scores = entries * sizes.heads * sizes.length**2
+    scores = entries * c.sizes.heads * c.sizes.length**2
     for kernel, runner in runners.items():
         ms = statistics.median(runner.ms)
         print(f"| {name} | {kernel}, {entries} entries | {ms:.3f} | {ms * 1e9 / scores:.2f} |", flush=True)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
-from .biases import Bias, Projected
+from .biases import Bias, is_made
 from .call import prepare_call, run_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice
 from .problem import AnyAuxRequest, AuxOutput, RawFlags, make_output, read_request, refuse_keywords, replaced
-from .projected import attend_projected
+from .projected import attend_made
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def attention(
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. Besides a tensor it may be:
 
             * a `biases.Relative` or `biases.Band`: values by the distance of query and key, as
-              `biases.t5(weight)` makes them; the (Lq, Lk) tensor is never materialised;
+              `biases.t5(weight)` makes them; the (Lq, Lk) tensor is never materialised. With positions it is made for
+              a few entries of the batch at a time;
             * a `biases.ListBias`: values for the entries of a mask of lists;
             * a `biases.Projected`: products of queries or keys with a row for each distance. They are a part of the
               scores, inside of softmax_scale and softcap.
@@ -267,8 +268,8 @@ def attention(
         if asked is None:
             return results
         return (results[0], make_output(results, *asked)) if any(asked) else (results, make_output((), *asked))
-    if isinstance(bias, Projected):
-        results = attend_projected(q, k, v, mask, bias, sink, sequences, raw_flags, backend)
+    if is_made(bias):
+        results = attend_made(q, k, v, mask, bias, sink, sequences, raw_flags, backend)
     else:
         results = run_call(prepare_call(q, k, v, mask, bias, sink, sequences, raw_flags), backend)
     if asked is not None:

@@ -2,15 +2,16 @@
 
 Pass a `Relative`, a `Band` or a `ListBias` as `bias=`. The (Lq, Lk) matrix is then never allocated, in either pass, and
 the gradient of the values is summed in fp32 and rounded once. A `Projected` is a part of the scores: products of the
-queries, or of the keys, with a row for each distance, which are made for a few entries of the batch at a time.
+queries, or of the keys, with a row for each distance. They are made for a few entries of the batch at a time, and so
+are the values of a `Relative` with positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +33,13 @@ from .problem import (
     check_softcap,
     check_strided,
     check_tensor,
+    check_values,
     check_window,
     is_int,
     merge,
     replaced,
 )
-from .reference import distances, positions
+from .reference import distances, gathers, positions
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
 if TYPE_CHECKING:
@@ -70,12 +72,19 @@ class Relative(NamedTuple):
         distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
         bias = values[..., zero + distance]                                  # (Hv, Lq, Lk) or (Bv, Hv, Lq, Lk)
 
+    With positions the distance is `keys[..., None, :] - queries[..., None]` of any integers, such as coordinates or
+    times, whatever the order of the tokens. This bias is made for a few entries of the batch at a time, in the dtype of
+    the values. Its gradient is summed in fp32, in a fixed order which does not depend on their number.
+
     Attributes:
         values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;
             batch dims are 1 or full. -inf masks. The gradient has its shape and dtype.
         zero: the index of distance 0 in `values`; any integer, also one outside of the values.
         outside: the rule for distances without a value. "error" refuses a call that has such distances, except where
             causality or a window hides them; "clamp" gives them the first or the last value; "zero" gives them 0.
+            With positions, which no call reads in advance, it needs to be one of the last two.
+        positions: of queries and of keys, integers (L,) or (*batch, L), with batch dims of 1 or full size.
+        plus: another `Relative`, with positions or without, whose values are added. It may have one, too.
 
     Example:
         >>> from flash_dmattn import attention, biases
@@ -85,23 +94,135 @@ class Relative(NamedTuple):
         >>> out.sum().backward()
         >>> values.grad.shape
         torch.Size([4, 7])
+        >>> times = torch.randint(100, (2, 10))  # of each token
+        >>> out = attention(q, k, v, bias=biases.Relative(values, 3, "clamp", positions=(times, times)))
     """
 
     values: Tensor
     zero: int
     outside: Outside = "error"
+    positions: tuple[Tensor, Tensor] | None = None
+    plus: Relative | None = None
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Make the matrix of these values, for calls that need it: (*batch, Hv, Lq, Lk); with a gradient.
 
         Raises:
-            ValueError: a distance has no value, and `outside` is "error".
+            TypeError: values or positions are no tensors of their dtypes, or zero is no int.
+            ValueError: positions have another length, or a distance has no value, and `outside` is "error".
 
         >>> Relative(torch.tensor([[1, 2, 3]]), zero=1, outside="clamp").dense(2, 3)
         tensor([[[1, 2, 3],
                  [1, 1, 2]]])
+        >>> places = torch.tensor([5, 9]), torch.tensor([9, 5, 0])
+        >>> Relative(torch.tensor([[1.0, 2.0, 3.0]]), 1, "clamp", positions=places).dense(2, 3)
+        tensor([[[3., 2., 1.],
+                 [2., 1., 1.]]])
         """
-        return _matrix(self, seqlen_q, seqlen_k)
+        if not is_made(self):
+            return _matrix(self, seqlen_q, seqlen_k)
+        lengths = integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
+        self.check_parts(*lengths)
+        self.check_covers(*lengths)
+        factors = self.factors(*lengths)
+        dims = [tuple(x.shape[: -1 if n % 3 else -2]) for n, x in enumerate(factors)]
+        heads = [x.shape[-2] for x in factors[::3]]
+        try:
+            batch = tuple(torch.broadcast_shapes(*dims))
+        except RuntimeError:
+            raise ValueError(
+                f"bias has batch dims {dims} of values and positions; each needs to be 1 or full"
+            ) from None
+        if any(max(heads) % max(number, 1) for number in heads):
+            raise ValueError(f"bias has values of {heads} heads; each needs to be 1 or a divisor of the most")
+        table, places, dtype = gathers.prepare(fold_factors(factors, batch), self.numbers)
+        made = gathers.gather(table, places)
+        return made.to(dtype).expand(math.prod(batch), *made.shape[1:]).reshape(*batch, *made.shape[1:])
+
+    @property
+    def terms(self) -> tuple[Relative, ...]:
+        """This bias, and others that are added."""
+        return (self, *self.plus.terms) if isinstance(self.plus, Relative) else (self,)
+
+    @property
+    def named_terms(self) -> tuple[tuple[str, Relative], ...]:
+        """The terms, with the names that messages give them."""
+        return tuple((".".join(("bias", *("plus",) * place)), term) for place, term in enumerate(self.terms))
+
+    @property
+    def named_tensors(self) -> tuple[tuple[str, Any], ...]:
+        """The tensors of this term."""
+        pair = self.positions if isinstance(self.positions, (tuple, list)) else ()
+        return ("values", self.values), *((f"positions[{n}]", x) for n, x in enumerate(pair))
+
+    @property
+    def numbers(self) -> tuple[tuple[int, bool], ...]:
+        """The index of distance 0 of each term, and whether distances beyond its values get the ends."""
+        return tuple((bounded(term.zero), term.outside == "clamp") for term in self.terms)
+
+    def factors(self, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
+        """Return the values of each term, and its positions of queries and of keys in int64."""
+        made: list[Tensor] = []
+        for term in self.terms:
+            pair = term.positions
+            if pair is None:
+                last = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=term.values.device)
+                pair = last, torch.arange(seqlen_k, device=term.values.device)
+            made += [term.values, *(x.long() for x in pair)]
+        return made
+
+    def check_parts(self, seqlen_q: int, seqlen_k: int, device: torch.device | None = None) -> None:
+        """Check each part by itself, on the device of q, or of the values."""
+        for name, term in self.named_terms:
+            check_floats(f"{name}.values", term.values)
+            check_strided(f"{name}.values", term.values)
+            split(term, name)
+            if term.positions is not None:
+                term._check_positions(name, seqlen_q, seqlen_k)
+            for part, x in term.named_tensors:
+                check_device(f"{name}.{part}", x.device, device or self.values.device, "q" if device else "bias.values")
+            if term.plus is not None and not isinstance(term.plus, Relative):
+                raise TypeError(f"{name}.plus is a {type(term.plus).__name__}; it needs to be None or a Relative")
+
+    def _check_positions(self, name: str, seqlen_q: int, seqlen_k: int) -> None:
+        if not isinstance(self.positions, (tuple, list)) or len(self.positions) != 2:
+            raise TypeError(
+                f"{name}.positions is a {type(self.positions).__name__}; it needs to be a pair of integer tensors, the "
+                "positions of queries and of keys"
+            )
+        if self.outside == "error":
+            raise ValueError(
+                f'{name}.outside is "error" with positions, which no call reads in advance; it needs to be "clamp" or '
+                '"zero"'
+            )
+        sides = (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
+        for n, (x, (kind, length)) in enumerate(zip(self.positions, sides, strict=True)):
+            part = f"{name}.positions[{n}]"
+            check_tensor(part, x, "an integer torch.Tensor")
+            check_strided(part, x)
+            if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise TypeError(f"{part} has dtype {str(x.dtype)[6:]}; it needs an integer dtype")
+            if x.dim() == 0 or x.shape[-1] != length:
+                raise ValueError(f"{part} has shape {tuple(x.shape)}; it needs (*batch, {kind}), {kind} {length}")
+
+    def check_with(self, q: Tensor, k: Tensor) -> None:
+        """Check the parts with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+        self.check_parts(q.shape[-3], k.shape[-3], q.device)
+        batch, heads = tuple(q.shape[:-3]), sorted({1, k.shape[-2], q.shape[-2]})
+        for name, term in self.named_terms:
+            if term.values.shape[-2] not in heads:
+                raise ValueError(f"{name}.values has {term.values.shape[-2]} heads; it needs one of {heads}")
+            for n, (part, x) in enumerate(term.named_tensors):
+                own = tuple(x.shape[: -1 if n else -2])
+                fits = zip(own[::-1], batch[::-1])
+                if len(own) > len(batch) or any(size not in (1, full) for size, full in fits):
+                    raise ValueError(f"{name}.{part} has batch dims {own}; they need to be 1 or those of q, {batch}")
+
+    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+        """Refuse distances without a value that a window of `causal_window` leaves, where `outside` is "error"."""
+        for name, term in self.named_terms:
+            if term.outside == "error":
+                check_covered(term.values.shape[-1], term.zero, seqlen_q, seqlen_k, window, name=name)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -111,14 +232,16 @@ class Relative(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A bias with one value for each head, query and distance, in a band of distances; it is 0 outside of the band.
+    """A bias with one value for each head, query and distance, in a band of distances.
 
-    Equivalent PyTorch: as for `Relative` with `outside="zero"`, and a row of values for each query.
+    Equivalent PyTorch: as for `Relative`, with a row of values for each query. With `outside="clamp"` the bias is made
+    for a few entries of the batch at a time.
 
     Attributes:
         values: (H, Lq, n) or (*batch, H, Lq, n), any float dtype, any strides; H and batch dims as for `Relative`. The
             values of a query are in ascending order of keys.
         zero: the index of distance 0.
+        outside: the rule for distances without a value: "zero", or "clamp", the first or the last value of the query.
 
     Example:
         >>> Band(torch.tensor([[[1, 2], [3, 4], [5, 6]]]), zero=1).dense(3, 3)  # values of distances -1 and 0
@@ -129,6 +252,7 @@ class Band(NamedTuple):
 
     values: Tensor
     zero: int
+    outside: Literal["zero", "clamp"] = "zero"
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk); with a gradient.
@@ -137,6 +261,36 @@ class Band(NamedTuple):
             ValueError: the values have other than seqlen_q rows.
         """
         return _matrix(self, seqlen_q, seqlen_k)
+
+    @property
+    def terms(self) -> tuple[Band, ...]:
+        """This bias alone: it has no other that is added."""
+        return (self,)
+
+    @property
+    def named_terms(self) -> tuple[tuple[str, Band], ...]:
+        """The terms, with the names that messages give them."""
+        return (("bias", self),)
+
+    @property
+    def named_tensors(self) -> tuple[tuple[str, Any], ...]:
+        """The tensors of this term."""
+        return (("values", self.values),)
+
+    def check_with(self, q: Tensor, k: Tensor) -> None:
+        """Check the values with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+        check_floats("bias.values", self.values)
+        check_strided("bias.values", self.values)
+        values, _ = split(self)
+        check_device("bias.values", values.device, q.device)
+        batch = tuple(q.shape[:-3])
+        if values.dim() > len(batch) + 3:
+            raise ValueError(f"bias.values has more batch dims than q, whose batch dims are {batch}")
+        shape = (*(1,) * (len(batch) + 3 - values.dim()), *values.shape)
+        check_values(shape, (*batch, q.shape[-2]), k.shape[-2], (q.shape[-3],))
+
+    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
+        """Refuse nothing: all distances have a value."""
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum()
@@ -209,10 +363,10 @@ class Projected(NamedTuple):
                 raise ValueError(
                     f"{name}.content has {term.content.shape[-3]} rows; it needs {length} of them, {needed}"
                 )
-            for part, tensor in (("content", term.content), ("table", term.table)):
+            for part, tensor in term.named_tensors:
                 check_dtype(f"{name}.{part}", tensor, self.content.dtype, "bias.content")
                 check_device(f"{name}.{part}", tensor.device, self.content.device, "bias.content")
-            term.check_covers(seqlen_q, seqlen_k, name=name)
+        self.check_covers(seqlen_q, seqlen_k)
         if self.plus is not None:
             (*batch, _, heads, _), (*others, _, other_heads, _) = self.content.shape, self.plus.content.shape
             most, least = max(heads, other_heads), min(heads, other_heads)
@@ -226,7 +380,7 @@ class Projected(NamedTuple):
 
     @property
     def terms(self) -> tuple[Projected, ...]:
-        """This one, and the one that is added."""
+        """This bias, and the one that is added."""
         return (self,) if self.plus is None else (self, self.plus)
 
     @property
@@ -264,9 +418,14 @@ class Projected(NamedTuple):
         """The index of distance 0, and whether distances beyond the table get its ends."""
         return bounded(self.zero), self.outside == "clamp"
 
+    @property
+    def named_tensors(self) -> tuple[tuple[str, Any], ...]:
+        """The tensors of this term."""
+        return ("content", self.content), ("table", self.table)
+
     def check_parts(self, name: str = "bias") -> None:
         """Check each part by itself. Messages call the `Projected` `name`."""
-        for part, tensor in (("content", self.content), ("table", self.table)):
+        for part, tensor in self.named_tensors:
             check_floats(f"{name}.{part}", tensor)
             check_strided(f"{name}.{part}", tensor)
         if not is_int(self.zero):
@@ -305,12 +464,16 @@ class Projected(NamedTuple):
         if self.plus.of == self.of:
             raise ValueError(f"bias.plus is another Projected of {self.of}; it needs to be of the other side: {joins}")
 
-    def check_with(self, q: Tensor, k: Tensor, name: str) -> None:
+    def check_with(self, q: Tensor, k: Tensor) -> None:
         """Check the parts with q (*batch, Lq, Hq, D) and k (*batch, Lk, Hk, D), which have been checked."""
+        for name, term in self.named_terms:
+            term._check_term_with(q, k, name)
+
+    def _check_term_with(self, q: Tensor, k: Tensor, name: str) -> None:
         self.check_parts(name)
         side, x, kind = ("k", k, "seqlen_k") if self.of == "keys" else ("q", q, "seqlen_q")
         wanted = (*x.shape[:-1], self.table.shape[2])
-        for part, tensor in (("content", self.content), ("table", self.table)):
+        for part, tensor in self.named_tensors:
             check_dtype(f"{name}.{part}", tensor, q.dtype)
             check_device(f"{name}.{part}", tensor.device, q.device)
         if tuple(self.content.shape) != tuple(wanted):
@@ -322,12 +485,11 @@ class Projected(NamedTuple):
         if self.table.shape[0] not in heads:
             raise ValueError(f"{name}.table has {self.table.shape[0]} heads; it needs one of {heads}")
 
-    def check_covers(
-        self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), name: str = "bias"
-    ) -> None:
+    def check_covers(self, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1)) -> None:
         """Refuse distances without a row that a window of `causal_window` leaves, where `outside` is "error"."""
-        if self.outside == "error":
-            check_covered(self.table.shape[1], self.zero, seqlen_q, seqlen_k, window, "rows", name)
+        for name, term in self.named_terms:
+            if term.outside == "error":
+                check_covered(term.table.shape[1], term.zero, seqlen_q, seqlen_k, window, "rows", name)
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum_of_projected()
@@ -341,12 +503,41 @@ def _over_groups(scores: Tensor, others: Tensor) -> Tensor:
     return scores.repeat_interleave(max(others.shape[-3] // max(scores.shape[-3], 1), 1), -3)
 
 
+def is_made(bias: object) -> TypeGuard[MadeBias]:
+    """Return whether a call makes a bias as a tensor, for a few entries of its batch at a time."""
+    if isinstance(bias, Relative):
+        return bias.positions is not None or bias.plus is not None
+    return isinstance(bias, Projected) or (isinstance(bias, Band) and bias.outside != "zero")
+
+
+def fold_factors(factors: list[Tensor], batch: tuple[int, ...], dims_of: Sequence[int] = (2, 1, 1)) -> list[Tensor]:
+    """Fold the batch dims of `Relative.factors` into one, of size 1 where all entries of a tensor are the same.
+
+    `dims_of` has the number of the last dims, which stay, of the tensors of each term.
+    """
+    folded = []
+    for n, x in enumerate(factors):
+        dims = dims_of[n % len(dims_of)]
+        own, rest = tuple(x.shape[:-dims]), x.shape[-dims:]
+        own = (*(1,) * (len(batch) - len(own)), *own)
+        if all(size == 1 for size in own):
+            folded.append(x.reshape(1, *rest))
+            continue
+        if own != batch and x.requires_grad and x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()  # the gradient is summed over the expanded dims, and rounded once
+        folded.append(x.expand(*batch, *rest).reshape(math.prod(batch), *rest))
+    return folded
+
+
 _SIDES = ("queries", "keys")
 _MOST_TERMS = 256  # a tile of so many fits in the memory of an SM
 
 
+MadeBias = Projected | Relative | Band
+
+
 class Lowered(NamedTuple):
-    """A call with a `Projected`, as a call with a tensor of scores."""
+    """A call that makes its bias, as a call with a tensor."""
 
     q: Tensor
     k: Tensor
@@ -354,32 +545,38 @@ class Lowered(NamedTuple):
     raw_flags: RawFlags
 
 
-def refuse_layouts(q: object, mask: object, sequences: object) -> None:
-    """Refuse sequences and lists in a call with a `Projected`."""
+def kind_of(bias: MadeBias) -> str:
+    """Return the name of a bias that a call makes, for messages."""
+    more = {Relative: " with positions", Band: " that clamps"}
+    return f"{type(bias).__name__}{more.get(type(bias), '')}"
+
+
+def refuse_layouts(bias: MadeBias, q: object, mask: object, sequences: object) -> None:
+    """Refuse sequences and lists in a call that makes its bias."""
     if sequences is not None or (isinstance(q, Tensor) and q.is_nested):
         raise TypeError(
-            "bias is a Projected with sequences; it needs to be None or another bias there: pad q, k and v to one "
-            "length, and hide the padding by a mask"
+            f"bias is a {kind_of(bias)} with sequences; it needs to be None or another bias there: pad q, k and v to "
+            "one length, and hide the padding by a mask"
         )
     if getattr(mask, "form", None) == "lists":
         raise TypeError(
-            "bias is a Projected with lists; it needs to be a ListBias there, of values for their entries, or mask a "
-            "bool tensor: mask.dense()"
+            f"bias is a {kind_of(bias)} with lists; it needs to be a ListBias there, of values for their entries, or "
+            "mask a bool tensor: mask.dense()"
         )
 
 
-def check_projected(bias: Projected, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
-    """Check a `Projected` with the other arguments of its call; q and k are tensors of 4 dims or more."""
+def check_made(bias: MadeBias, q: Tensor, k: Tensor, mask: Any, raw_flags: RawFlags) -> None:
+    """Check a bias that a call makes with the other arguments; q and k are tensors of 4 dims or more."""
     limits = mask if hasattr(mask, "window_size") else raw_flags  # a prepared mask has its limits
     window = causal_window(check_flag("is_causal", limits.is_causal), check_window(limits.window_size))
     for name, term in bias.named_terms:
-        for part, x in (("content", term.content), ("table", term.table)):
+        for part, x in term.named_tensors:
             if is_dtensor(x):
                 raise TypeError(
                     f"{name}.{part} is a DTensor, and q is none; it needs to be a tensor: {part}.to_local()"
                 )
-        term.check_with(q, k, name)
-        term.check_covers(q.shape[-3], k.shape[-3], window, name)
+    bias.check_with(q, k)
+    bias.check_covers(q.shape[-3], k.shape[-3], window)
 
 
 def scale_of(q: Tensor, raw_flags: RawFlags) -> float:
@@ -388,13 +585,16 @@ def scale_of(q: Tensor, raw_flags: RawFlags) -> float:
     return int(q.shape[-1]) ** -0.5 if scale is None else check_number("softmax_scale", scale)
 
 
-def lower(bias: Projected, q: Tensor, k: Tensor, raw_flags: RawFlags) -> Lowered:
-    """Make a tensor bias of a `Projected`, in PyTorch, with a gradient.
+def lower(bias: MadeBias, q: Tensor, k: Tensor, raw_flags: RawFlags) -> Lowered:
+    """Make a tensor of a bias, in PyTorch, with a gradient.
 
-    A softcap is of the sum of both products. So all scores are made here then, and the call only adds them: it has q
-    and k of zeros, and no softcap.
+    With a `Projected` a softcap is of the sum of both products. So all scores are made here then, and the call only
+    adds them: it has q and k of zeros, and no softcap.
     """
-    lengths, scale = (q.shape[-3], k.shape[-3]), scale_of(q, raw_flags)
+    lengths = q.shape[-3], k.shape[-3]
+    if not isinstance(bias, Projected):
+        return Lowered(q, k, bias.dense(*lengths), raw_flags)
+    scale = scale_of(q, raw_flags)
     softcap = check_softcap(raw_flags.softcap, raw_flags.softmax_scale)
     if softcap == 0:
         return Lowered(q, k, bias.scores(*lengths, scale), raw_flags)
@@ -585,26 +785,30 @@ class ByDistance(NamedTuple):
     has_rows: bool  # whether there is one row of values per query, as in a `Band`
 
 
-def split(bias: Any) -> tuple[Any, ByDistance | None]:
-    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its settings; return a tensor as is."""
+def split(bias: Any, name: str = "bias") -> tuple[Any, ByDistance | None]:
+    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its settings; return a tensor as is.
+
+    Positions are left out. Messages call the bias `name`.
+    """
     if not isinstance(bias, (Relative, Band)):
         return bias, None
     is_band = isinstance(bias, Band)
     kind, values, zero = type(bias).__name__, bias.values, bias.zero
-    check_tensor("bias.values", values, _FLOAT)
+    check_tensor(f"{name}.values", values, _FLOAT)
     if not is_int(zero):
-        raise TypeError(f"bias.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
-    outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
-    if outside not in _OUTSIDE:
-        raise ValueError(f"bias.outside is {outside!r}; it needs to be one of {', '.join(map(repr, _OUTSIDE))}")
+        raise TypeError(f"{name}.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
+    outside: Outside = bias.outside
+    rules = _OUTSIDE[1:] if is_band else _OUTSIDE
+    if outside not in rules:
+        raise ValueError(f"{name}.outside is {outside!r}; it needs to be one of {', '.join(map(repr, rules))}")
     least, dims = (3, "heads, seqlen_q, distances") if is_band else (2, "heads, distances")
     if values.dim() < least:
         raise ValueError(
-            f"bias.values has {values.dim()} dimensions, shape {tuple(values.shape)}; a {kind} needs {least} or more, "
-            f"read from the right as (*batch, {dims})"
+            f"{name}.values has {values.dim()} dimensions, shape {tuple(values.shape)}; a {kind} needs {least} or "
+            f"more, read from the right as (*batch, {dims})"
         )
     if values.shape[-1] == 0:
-        raise ValueError(f"bias.values has shape {tuple(values.shape)}, of no distance; it needs one at least")
+        raise ValueError(f"{name}.values has shape {tuple(values.shape)}, of no distance; it needs one at least")
     return values if is_band else values.unsqueeze(-2), ByDistance(bounded(zero), outside, is_band)
 
 
@@ -616,14 +820,11 @@ def _broadcast(*sizes: int, divides: bool = False) -> bool:
 
 def require_dense_bias(bias: object, where: str) -> None:
     """Refuse a bias by distance or for lists where a call supports only tensors, and name the tensor to pass."""
-    if isinstance(bias, Projected):
+    if isinstance(bias, (Relative, Band, ListBias, Projected)):
+        kind = kind_of(bias) if is_made(bias) else type(bias).__name__
+        scale = "softmax_scale * " if isinstance(bias, Projected) else ""
         raise TypeError(
-            f"bias is a Projected {where}; it needs to be a tensor there, the rows of this rank of softmax_scale * "
-            "bias.dense(seqlen_q, seqlen_k)"
-        )
-    if isinstance(bias, (Relative, Band, ListBias)):
-        raise TypeError(
-            f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
+            f"bias is a {kind} {where}; it needs to be a tensor there, the rows of this rank of {scale}"
             f"bias.dense({'mask' if isinstance(bias, ListBias) else 'seqlen_q, seqlen_k'})"
         )
 

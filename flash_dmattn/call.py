@@ -14,7 +14,18 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, differentiate, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, ListBias, Projected, check_projected, lower, refuse_layouts, split
+from .biases import (
+    Bias,
+    ListBias,
+    MadeBias,
+    Projected,
+    check_made,
+    is_made,
+    kind_of,
+    lower,
+    refuse_layouts,
+    split,
+)
 from .caches import ClockCache
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
@@ -86,10 +97,10 @@ def prepare_call(
     is_list_bias = False
     if isinstance(bias, ListBias):
         values, is_list_bias = bias.with_bias(mask), True
-    elif isinstance(bias, Projected):
-        bias, q, k, v = follow_projected(bias, q, k, v, mask, sequences, raw_flags)
+    elif is_made(bias):
+        bias, q, k, v = follow_made(bias, q, k, v, mask, sequences, raw_flags)
         q, k, values, raw_flags = lower(bias, q, k, raw_flags)
-        copies = (f"makes the products of the Projected in PyTorch, a tensor of {tuple(values.shape)}",)
+        copies = (f"makes the {kind_of(bias)} in PyTorch, a tensor of {tuple(values.shape)}",)
     elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
     if sequences is None and isinstance(q, Tensor):
@@ -120,21 +131,28 @@ def prepare_call(
     # fmt: on
 
 
-def follow_projected(
-    bias: Projected, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sequences: Sequences | None, raw_flags: RawFlags
-) -> tuple[Projected, Tensor, Tensor, Tensor]:
-    """Bring a `Projected` and q, k and v to the dtype of autocast, and check the bias with them."""
-    refuse_layouts(q, mask, sequences)
+def follow_made(
+    bias: MadeBias,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sequences: Sequences | None,
+    raw_flags: RawFlags,
+) -> tuple[MadeBias, Tensor, Tensor, Tensor]:
+    """Bring a bias that the call makes, q, k and v to the dtype of autocast, and check the bias with them."""
+    refuse_layouts(bias, q, mask, sequences)
     if invariant():
         raise BackendUnsupportedError(
-            "bias is a Projected; its products are PyTorch's, whose bits depend on the batch, and "
+            f"bias is a {kind_of(bias)}, which PyTorch makes, in bits that depend on the batch, and "
             "config(invariant=True) is in force: pass a tensor as bias, or leave the mode"
         )
     q, k, v = follow_autocast(q, k, v)
     check_qkv(q, k, v)
     dtype = None if q.dtype == torch.float64 else autocast_dtype(q)  # which leaves fp64 as it is
-    bias = bias if dtype is None else bias.converted(lambda x: cast_to(x, dtype))
-    check_projected(bias, q, k, mask, raw_flags)
+    if dtype is not None and isinstance(bias, Projected):  # a part of the scores; other biases are not cast
+        bias = bias.converted(lambda x: cast_to(x, dtype))
+    check_made(bias, q, k, mask, raw_flags)
     return bias, q, k, v
 
 

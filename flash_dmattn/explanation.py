@@ -15,7 +15,7 @@ from torch import Tensor
 from .api import attention
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
-from .biases import Band, Bias, ByDistance, Projected, Relative
+from .biases import Band, Bias, ByDistance, Relative, is_made
 from .call import prepare_call
 from .definition import dtensor_module, is_dtensor
 from .dispatch.config import BackendChoice, fallback
@@ -43,7 +43,7 @@ from .problem import (
     read_request,
     unpacked_spec,
 )
-from .projected import describe_projected
+from .projected import describe_made
 from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def explain(
         return explained
     raw_flags, backend = RawFlags(*(arguments.pop(name) for name in RawFlags._fields)), arguments.pop("backend")
     described = None
-    if isinstance(bias, Projected):
-        described = describe_projected(**arguments, raw_flags=raw_flags)
+    if is_made(bias):
+        described = describe_made(**arguments, raw_flags=raw_flags)
         arguments["bias"] = None
     call = prepare_call(**arguments, raw_flags=raw_flags)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)

@@ -1,12 +1,13 @@
-"""Calls with a `Projected`: a few entries of the batch at a time, in a workspace, through ordinary passes.
+"""Calls that make their bias: a few entries of the batch at a time, in a workspace, through ordinary passes.
 
-For each part of the batch a kernel writes the products of content and table as a bias of 16 bits. Then the forward pass
-of any backend reads it. The backward pass makes the bias again, and from its gradient the gradients of content and
-table. So nothing of the size of all scores is kept, and a backend needs to know only tensors.
+For each part of the batch a bias is made, of the products of a `Projected` or of the values of a `Relative` with
+positions: see `bias_makers.py`. Then the forward pass of any backend reads it. The backward pass makes the bias again,
+and from its gradient the gradients of what it is made of, the factors. So nothing of the size of all scores is kept,
+and a backend needs to know only tensors.
 
 Compilers and dispatch modes see one operator for each pass. Some calls cannot run so, and `prepare_call` makes the
-tensor in PyTorch, for all entries. They have a softcap, which caps the sum of both products; or a transform or forward
-mode sees them; or a compiler sees a prepared mask; or they need a second derivative.
+tensor in PyTorch, for all entries. They have a `Projected` and a softcap, which caps the sum of both products; or a
+transform or forward mode sees them; or a compiler sees a prepared mask; or they need a second derivative.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.autograd import forward_ad
 
 from .autograd import differentiate, run_forward
 from .backends.mask_choice import forward_of
-from .biases import Projected, scale_of
-from .call import follow_projected, plan_for, prepare_call, run_call, view_for
+from .bias_makers import MAKERS, Made, Maker, Term, joined, pitch_of
+from .biases import MadeBias, Projected, scale_of
+from .call import follow_made, plan_for, prepare_call, run_call, view_for
 from .definition import LIBRARY, by_name, is_batched, is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
-from .dispatch.config import BackendChoice, blocks, disabled, parse_choice
+from .dispatch.config import BackendChoice, blocks, parse_choice
 from .dispatch.plan import Plan
-from .dispatch.registry import works
 from .dispatch.selection import choice_in_force, record, report_fallback
 from .gradients import empty_gradients, empty_outputs, empty_statistic, narrow, spread
 from .operators import count_backward_flop, count_forward_flop, define_counted
@@ -41,10 +42,7 @@ from .problem import (
     TensorSpec,
     allowed_pairs,
     as_scores,
-    device_arch,
-    merge,
     replaced,
-    sm_number,
 )
 from .problem.inputs import Inputs
 from .reference import positions
@@ -55,40 +53,33 @@ from .validation import PreparedCall, describe, refuse_dtensors
 if TYPE_CHECKING:
     from .validation import Mask
 
-# The most bytes of the scores of one part, unless one entry of the batch needs more. Gradients have another tensor of
+# The most bytes of the bias of one part, unless one entry of the batch needs more. Gradients have another tensor of
 # this size.
 WORKSPACE_BYTES = 256 * 2**20
-_PITCH = 16  # elements; a row of scores has a multiple of them
 
 
 class _Leaves(NamedTuple):
-    """The tensors of a call that may have a gradient."""
+    """The tensors of a call that may have a gradient; its bias is made of the `factors`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     sink: Tensor | None
-    content: Tensor
-    table: Tensor
-    other_content: Tensor | None = None
-    other_table: Tensor | None = None
+    factors: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(tensors: Sequence[Any]) -> _Leaves:
+        """Return the leaves of a flat sequence of them."""
+        q, k, v, sink, *factors = tensors
+        return _Leaves(q, k, v, sink, tuple(factors))
 
     @property
-    def terms(self) -> list[tuple[Tensor, Tensor]]:
-        """Content and table of each term."""
-        others = (self.other_content, self.other_table)
-        return [
-            (self.content, self.table),
-            *([] if others[0] is None or others[1] is None else [(others[0], others[1])]),
-        ]
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (*self[:4], *self.factors)
 
-
-class _Term(NamedTuple):
-    """Hold the settings of a `Projected`: the index of distance 0, whether its ends count beyond, and its side."""
-
-    zero: int
-    clamps: bool
-    by_keys: bool
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q.shape[1], self.k.shape[1]
 
 
 @dataclass(eq=False)
@@ -99,39 +90,30 @@ class _Call:
         raw_flags: as the caller passed them.
         requested: the backend in force.
         mask: a prepared mask. A bool mask is saved for the backward pass, so no attribute keeps it.
-        terms: of the `Projected`, one or two.
+        maker: of the bias.
         scale: of the scores.
         entries: the most entries of a part.
         repeats: of a mask that some entries of the batch share.
-        needs_grad: of the passes of a part, with the scores as bias; None where nothing needs a gradient.
-        products_type: the class that computes the products.
+        needs_grad: of the passes of a part, with the bias that is made; None where nothing needs a gradient.
         plans: by the number of entries of a part.
     """
 
     raw_flags: RawFlags
     requested: BackendChoice
     mask: Mask
-    terms: tuple[_Term, ...]
+    maker: Maker
     scale: float
     entries: int
     repeats: Repeats | None
     needs_grad: NeedsGrad | None
-    products_type: Any
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def parts(self, batch: int) -> Iterator[slice]:
         for first in range(0, batch, self.entries):
             yield slice(first, min(first + self.entries, batch))
 
-    def products(self, x: _Leaves) -> _Products:
-        """Prepare the products of all terms of a call."""
-        lengths, made = (x.q.shape[1], x.k.shape[1]), []
-        for term, (content, table) in zip(self.terms, x.terms, strict=True):
-            rows = positions.rows_of_call(table, *term[:2], *lengths, term.by_keys)
-            length, others = reversed(lengths) if term.by_keys else lengths
-            shape = (content.shape[2], length, others)
-            made.append(self.products_type(rows, self.scale, term.by_keys, self.entries, shape))
-        return _Products(made, [content for content, _ in x.terms])
+    def bias(self, x: _Leaves) -> Made:
+        return self.maker.prepare(x.factors, x.lengths, self.scale, self.entries)
 
     def sink_of(self, x: _Leaves, span: slice) -> Tensor | None:
         """Return the sink as a part takes it: in fp32 at least, if gradients of several parts are added."""
@@ -142,48 +124,6 @@ class _Call:
         mask = self.mask if span.stop - span.start == x.q.shape[0] else _mask_of(self.mask, span)
         q, k, v = x.q[span], x.k[span], x.v[span]
         return PreparedCall(q, k, v, mask, scores, self.sink_of(x, span), self.raw_flags, repeats=self.repeats)
-
-
-class _Products:
-    """The products of a call, of one term or two. `widest` is the index of the term with all heads of the scores."""
-
-    def __init__(self, each: list[Any], contents: list[Tensor]) -> None:
-        self.each, self.contents = each, contents
-        heads = [content.shape[2] for content in contents]
-        self.widest = heads.index(max(heads))
-
-    def scores(self, span: slice) -> Tensor:
-        """Return the scores of some entries, (entries, heads, Lq, Lk)."""
-        made = [each.scores(content[span]) for each, content in zip(self.each, self.contents, strict=True)]
-        total: Tensor = made.pop(self.widest)
-        for other in made:
-            total.unflatten(1, (other.shape[1], -1)).add_(other.unsqueeze(2))
-            if total.dtype == torch.float16:
-                total.copy_(positions.within_range(total, total.dtype))
-        return total
-
-    def place(self, entries: int) -> Tensor | None:
-        place: Tensor | None = self.each[self.widest].place(entries)
-        return place
-
-    def gradients(self, ds: Tensor, span: slice, needs: list[tuple[bool, bool]]) -> list[Tensor | None]:
-        """Return the gradient of each content, and add the gradients of the rows to their sums."""
-        made: list[Tensor | None] = []
-        for each, content, (needs_x, needs_rows) in zip(self.each, self.contents, needs, strict=True):
-            x = content[span]
-            shared = ds if x.shape[2] == ds.shape[1] else ds.unflatten(1, (x.shape[2], -1)).sum(2)
-            made.append(each.gradients(shared, x, needs_x, needs_rows) if needs_x or needs_rows else None)
-        return made
-
-
-def _products_of(q: Tensor) -> Any:
-    """Return the class of the products: by Triton on the GPUs of its backend, else in PyTorch."""
-    is_served = q.is_cuda and q.dtype != torch.float64 and (sm_number(device_arch(q.device)) or 80) >= 80
-    if is_served and "triton" not in disabled() and works("triton"):
-        from .triton_kernels import positions as kernels
-
-        return kernels.Products
-    return positions.Products
 
 
 def _mask_of(mask: Any, span: slice) -> Any:
@@ -197,23 +137,23 @@ def _mask_of(mask: Any, span: slice) -> Any:
     return mask._with_tensors([x if x.data_ptr() % 16 == 0 else x.clone() for x in tensors], leading=None)
 
 
-def attend_projected(
+def attend_made(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected,
+    bias: MadeBias,
     sink: Tensor | None,
     sequences: Sequences | None,
     raw_flags: RawFlags,
     backend: BackendChoice,
 ) -> tuple[Tensor, ...]:
-    """Return what `run_call` does, of a call with a `Projected`."""
+    """Return what `run_call` does, of a call that makes its bias."""
     refuse_dtensors(q, k, v, mask, None, sink)
-    bias, q, k, v = follow_projected(bias, q, k, v, mask, sequences, raw_flags)
-    factors = [x for term in bias.terms for x in term[:2]]
+    bias, q, k, v = follow_made(bias, q, k, v, mask, sequences, raw_flags)
+    factors = [x for term in bias.terms for _, x in term.named_tensors]
     tensors = (q, k, v, *factors, sink, *getattr(mask, "tensors", (mask,)))
-    is_dual, has_parts = forward_ad._current_level >= 0, _runs_in_parts(q, k, raw_flags)
+    is_dual, has_parts = forward_ad._current_level >= 0, _runs_in_parts(bias, q, k, raw_flags)
     # A trace would keep the parts of its own batch.
     is_plain = not (is_watched(*tensors) or q.is_meta or torch.jit.is_tracing())
     if has_parts and not is_plain and not is_dual and _has_operator(mask, backend):
@@ -226,50 +166,50 @@ def attend_projected(
     if call.needs_grad is None:
         results, *_ = _forward(call, x, mask_tensor, None)
     else:
-        results = _Attention.apply(call, *x, mask_tensor)
+        results = _Attention.apply(call, *x.flat, mask_tensor)
     if len(results) > 1:
         results = (results[0], narrow(results[1], q.dtype), *results[2:])
     return results if leading is None else tuple(each.view(*leading, *each.shape[1:]) for each in results)
 
 
-def describe_projected(
+def describe_made(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected,
+    bias: MadeBias,
     sink: Tensor | None,
     sequences: Sequences | None,
     raw_flags: RawFlags,
 ) -> tuple[AttentionProblem, tuple[str, ...]]:
-    """Describe what backends get of a call with a `Projected`, a part of its batch; and tell how many parts there are.
+    """Describe what backends get of a call that makes its bias, a part of its batch; and tell how many parts there are.
 
     Nothing is computed.
     """
-    bias, q, k, v = follow_projected(bias, q, k, v, mask, sequences, raw_flags)
+    bias, q, k, v = follow_made(bias, q, k, v, mask, sequences, raw_flags)
     folded = prepare_call(q, k, v, mask, None, sink, None, raw_flags)
     problem, _, _ = describe(folded)
     call, x, _ = _prepared(q, k, v, mask, bias, sink, raw_flags, "auto")
-    batch, dtype, keys = problem.batch, problem.dtype, problem.seqlen_k
-    heads, rows = max(content.shape[2] for content, _ in x.terms), problem.seqlen_q
+    maker, (rows, keys), batch = call.maker, x.lengths, problem.batch
+    heads, dtype, noun = maker.heads(x.factors), maker.dtype(x.factors), maker.noun
     needs = problem.needs_grad if call.needs_grad is None else call.needs_grad
-    if not _runs_in_parts(q, k, raw_flags):
-        if raw_flags.softcap != 0:
+    if not _runs_in_parts(bias, q, k, raw_flags):
+        if raw_flags.softcap != 0 and not maker.has_softcap:
             heads, dtype = problem.num_heads, torch.promote_types(dtype, torch.float32)
             flags = replaced(problem.flags, softmax_scale=0.0, softcap=0.0)
             reaches = needs.q or needs.k or needs.bias
             problem, needs = replaced(problem, flags=flags), replaced(needs, q=False, k=False, bias=reaches)
         entries, pitch = batch, keys
-        told = f"makes the scores of the Projected in PyTorch, a tensor of {(batch, heads, rows, keys)}"
+        told, size = f"makes the {noun} in PyTorch, a tensor of", ""
     else:
-        entries, pitch = call.entries, -(-keys // _PITCH) * _PITCH
+        entries, pitch = call.entries, pitch_of(keys)
         parts = -(-batch // max(entries, 1))
-        size = entries * _bytes_of_entry(x.q, x.k, call.terms, x.terms) / 2**20
-        told = (
-            f"runs {parts} part{'s' * (parts > 1)} of {entries} of {batch} entries; their scores of the Projected take "
-            f"{size:.1f} MiB"
-        )
-    scores = TensorSpec((entries, heads, rows, keys), (heads * rows * pitch, rows * pitch, pitch, 1), dtype)
+        told = f"runs {parts} part{'s' * (parts > 1)} of {entries} of {batch} entries; their {noun} take"
+        size = "MiB"
+    made = 1 if maker.is_shared(x.factors) else entries
+    scores = TensorSpec((made, heads, rows, keys), (heads * rows * pitch, rows * pitch, pitch, 1), dtype)
+    mebibytes = made * maker.bytes_of_entry(x.factors, x.lengths) / 2**20
+    told += f" {mebibytes:.1f} {size}" if size else f" {tuple(scores.shape)}"
     spec = problem.mask
     if spec is not None and spec.shape[0] == batch:
         spec = spec._replace(shape=(entries, *spec.shape[1:]))
@@ -277,10 +217,17 @@ def describe_projected(
     return problem, (*folded.copies, told)
 
 
-def _runs_in_parts(q: Tensor, k: Tensor, raw_flags: RawFlags) -> bool:
+def _runs_in_parts(bias: MadeBias, q: Tensor, k: Tensor, raw_flags: RawFlags) -> bool:
     """Return whether a call that nothing watches runs in parts of the batch."""
     has_scores = q.numel() > 0 and k.numel() > 0
-    return has_scores and raw_flags.softcap == 0 and not raw_flags.return_probs
+    fits_softcap = raw_flags.softcap == 0 or not isinstance(bias, Projected)
+    return has_scores and fits_softcap and not raw_flags.return_probs
+
+
+def _maker_of(bias: MadeBias, q: Tensor, k: Tensor) -> tuple[Maker, list[Tensor]]:
+    """Return the maker of the bias of a call, and its factors, with the batch dims folded."""
+    lengths = q.shape[-3], k.shape[-3]
+    return MAKERS[type(bias).__name__].of(bias, tuple(q.shape[:-3]), lengths)
 
 
 def _prepared(
@@ -288,14 +235,13 @@ def _prepared(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected,
+    bias: MadeBias,
     sink: Tensor | None,
     raw_flags: RawFlags,
     backend: BackendChoice,
 ) -> tuple[_Call, _Leaves, Tensor | None]:
     """Fold the batch dims of a call, and choose its parts; a bool mask is returned by itself."""
-    leading = q.dim() - 3
-    factors = [(merge(t.content, leading) if leading > 1 else t.content, t.table) for t in bias.terms]
+    maker, factors = _maker_of(bias, q, k)
     folded = prepare_call(q, k, v, mask, None, sink, None, raw_flags)
     mask = folded.mask
     if isinstance(mask, Tensor):
@@ -303,38 +249,26 @@ def _prepared(
         fitting = ({1, k.shape[-2], q.shape[-2]}, {1, q.shape[-3]}, {1, k.shape[-3]})
         if mask.dim() != 4 or not all(size in fits for size, fits in zip(mask.shape[1:], fitting, strict=True)):
             describe(folded)  # the error names the shape of the whole mask
-    x = _Leaves(folded.q, folded.k, folded.v, sink, *[t for pair in factors for t in pair])
+    x = _Leaves(folded.q, folded.k, folded.v, sink, tuple(factors))
     batch = folded.q.shape[0]
     is_shared = mask is not None and getattr(mask, "shape", (batch,))[0] not in (1, batch)
-    terms = tuple(_Term(*term.numbers, term.of == "keys") for term in bias.terms)
-    entries = batch if is_shared else _entries_of(x, terms)
+    entries = batch if is_shared else _entries_of(x, maker)
     needs = None
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
-        scores = any(t.requires_grad for pair in factors for t in pair)
-        needs = Inputs(*x[:3], sink=sink).requires_grad._replace(bias=scores)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x.flat):
+        needs = Inputs(*x[:3], sink=sink).requires_grad._replace(bias=any(t.requires_grad for t in factors))
     repeats = folded.repeats if is_shared else None
     requested, scale = choice_in_force(backend), scale_of(q, raw_flags)
-    call = _Call(raw_flags, requested, mask, terms, scale, entries, repeats, needs, _products_of(q))
+    call = _Call(raw_flags, requested, mask, maker, scale, entries, repeats, needs)
     return call, x, mask if isinstance(mask, Tensor) else None
 
 
-def _entries_of(x: _Leaves, terms: tuple[_Term, ...]) -> int:
+def _entries_of(x: _Leaves, maker: Maker) -> int:
     """Return how many entries of the batch a part has; all parts but the last are equal, and within the workspace."""
     batch = x.q.shape[0]
-    if x.q.numel() == 0 or x.k.numel() == 0:
+    if x.q.numel() == 0 or x.k.numel() == 0 or maker.is_shared(x.factors):
         return batch
-    most = max(1, WORKSPACE_BYTES // _bytes_of_entry(x.q, x.k, terms, x.terms))
+    most = max(1, WORKSPACE_BYTES // maker.bytes_of_entry(x.factors, x.lengths))
     return -(-batch // -(-batch // most))
-
-
-def _bytes_of_entry(q: Tensor, k: Tensor, terms: tuple[_Term, ...], factors: list[tuple[Tensor, Tensor]]) -> int:
-    """Return the bytes of the scores of an entry of the batch.
-
-    Scores of keys count twice: a kernel makes them transposed, and a copy turns them.
-    """
-    pitch = -(-k.shape[1] // _PITCH) * _PITCH
-    heads = sum(content.shape[2] * (1 + term.by_keys) for term, (content, _) in zip(terms, factors, strict=True))
-    return heads * q.shape[1] * pitch * q.element_size()
 
 
 def _key_at(dropout: Tensor | None, span: slice) -> Tensor | None:
@@ -346,11 +280,11 @@ def _forward(
     call: _Call, x: _Leaves, mask: Tensor | None, dropout: Tensor | None
 ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]], Tensor | None]:
     """Return the results of a call, the tensors of the mask of each part, and the key of dropout."""
-    products, results, views = call.products(x), [], []
+    made_bias, results, views = call.bias(x), [], []
     packed: dict[MaskChoice, MaskView] = {}
     is_shared = call.mask is None or call.mask.shape[0] == 1
     for span in call.parts(x.q.shape[0]):
-        part = call.part_of(x, span, products.scores(span))
+        part = call.part_of(x, span, made_bias.scores(span))
         plan, part_mask, bias = plan_for(part, call.requested, blocks.now, call.needs_grad)
         if span.start == 0:
             if plan.falls_back:
@@ -370,38 +304,33 @@ def _forward(
             made = run_forward(plan, inputs)
         results.append(made)
         views.append(view.tensors)
-    joined = results[0] if len(results) == 1 else tuple(torch.cat(each) for each in zip(*results, strict=True))
-    return joined, views, dropout
-
-
-_NUM_LEAVES = len(_Leaves._fields)
+    return tuple(joined(each) for each in zip(*results, strict=True)), views, dropout
 
 
 class _Attention(torch.autograd.Function):
-    """Compute a call in parts, and its gradients likewise; it saves content and table, and no scores."""
+    """Compute a call in parts, and its gradients likewise; it saves the factors of the bias, and not the bias."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
-        x, mask = _Leaves(*tensors[:-1]), tensors[-1]
+        x, mask = _Leaves.of(tensors[:-1]), tensors[-1]
         results, views, dropout = _forward(call, x, mask, None)
         call.mask = None if mask is not None else call.mask  # saved below
-        ctx.call, ctx.num_views = call, [len(each) for each in views]
+        ctx.call, ctx.num_views, ctx.num_leaves = call, [len(each) for each in views], len(x.flat)
         ctx.num_results = len(results)
         flat = [tensor for each in views for tensor in each]
-        ctx.save_for_backward(*x, mask, dropout, *results, *flat)
+        ctx.save_for_backward(*x.flat, mask, dropout, *results, *flat)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *sent: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, number = ctx.call, ctx.num_results
+        call, number, leaves = ctx.call, ctx.num_results, ctx.num_leaves
         saved = ctx.saved_tensors
-        x, (mask, dropout) = _Leaves(*saved[:_NUM_LEAVES]), saved[_NUM_LEAVES : _NUM_LEAVES + 2]
-        first = _NUM_LEAVES + 2
+        x, (mask, dropout), first = _Leaves.of(saved[:leaves]), saved[leaves : leaves + 2], leaves + 2
         results = saved[first : first + number]
-        needs = ctx.needs_input_grad[1 : 1 + _NUM_LEAVES]
+        needs = ctx.needs_input_grad[1 : 1 + leaves]
         if all(each is None for each in sent) or not any(needs):
-            return (None,) * (2 + _NUM_LEAVES)
+            return (None,) * (2 + leaves)
         if torch.is_grad_enabled() or is_batched(*sent):
             return None, *_differentiate_again(call, x, mask, dropout, sent), None
         rest = iter(saved[first + number :])
@@ -419,11 +348,10 @@ def _backward(
     sent: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the leaves; without the masks of a forward pass, parts are planned here."""
-    products, parts, dsink = call.products(x), [], None
-    needs_terms = [(needs[4 + 2 * n], needs[5 + 2 * n]) for n in range(len(call.terms))]
+    made_bias, parts, dsink = call.bias(x), [], None
     assert call.needs_grad is not None
     for n, span in enumerate(call.parts(x.q.shape[0])):
-        entries, scores = span.stop - span.start, products.scores(span)
+        entries, scores = span.stop - span.start, made_bias.scores(span)
         if views is None:
             part = call.part_of(x, span, scores)
             plan, part_mask, part_bias = plan_for(part, call.requested, blocks.now, call.needs_grad)
@@ -439,23 +367,15 @@ def _backward(
         if plan.backward is None:
             dq, dk, dv, ds, dsink_part = _recompute(plan, inputs, back)
         else:
-            place = products.place(entries) if call.needs_grad.bias else None
+            place = made_bias.place(entries) if call.needs_grad.bias else None
             dq, dk, dv, ds, dsink_part = _run_backward(plan, inputs, made, back, place)
         if dsink_part is not None:
             dsink = dsink_part if dsink is None else dsink + dsink_part
-        contents = [None] * len(needs_terms) if ds is None else products.gradients(ds, span, needs_terms)
-        parts.append((dq, dk, dv, *contents))
-    dq, dk, dv, *contents = [
-        None if each[0] is None else each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
-    ]
-    factors: list[Tensor | None] = [None] * (_NUM_LEAVES - 4)
-    lengths = x.q.shape[1], x.k.shape[1]
-    for n, (term, own_products, (_, table)) in enumerate(zip(call.terms, products.each, x.terms, strict=True)):
-        factors[2 * n] = contents[n]
-        if needs_terms[n][1]:
-            factors[2 * n + 1] = positions.table_gradient(
-                own_products.rows_gradient(), table, *term[:2], *lengths, term.by_keys
-            )
+        if ds is not None:
+            made_bias.add_gradient(ds, span, needs[4:])
+        parts.append((dq, dk, dv))
+    dq, dk, dv = [None if each[0] is None else joined(each) for each in zip(*parts, strict=True)]
+    factors = made_bias.gradients(needs[4:])
     return dq, dk, dv, None if dsink is None or x.sink is None else dsink.to(x.sink.dtype), *factors
 
 
@@ -506,26 +426,22 @@ def _differentiate_again(
     sent: tuple[Tensor | None, ...],
 ) -> list[Tensor | None]:
     """Return the gradients as differentiable functions, of a call with a tensor of all scores."""
-    bias: Projected | None = None
-    for (zero, clamps, by_keys), pair in reversed(list(zip(call.terms, x.terms, strict=True))):
-        bias = Projected(*pair, zero, "clamp" if clamps else "zero", "keys" if by_keys else "queries", bias)
+    bias = call.maker.bias(x.factors)
     mask_of_call = call.mask if mask is None else mask
     with torch.enable_grad(), positions.without_autocast(x.q):
         prepared = prepare_call(x.q, x.k, x.v, mask_of_call, bias, x.sink, None, call.raw_flags)
         results = run_call(replaced(prepared, repeats=call.repeats), call.requested, dropout)
     with positions.without_autocast(x.q):
-        return _pull(results, [narrow(each, x.q.dtype) for each in sent], x, create_graph=torch.is_grad_enabled())
+        return _pull(results, [narrow(each, x.q.dtype) for each in sent], x.flat, create_graph=torch.is_grad_enabled())
 
 
-# The operators, for calls that a compiler or a dispatch mode sees. Each term has a content, a table and three settings;
-# `backend` is a name, or two with a comma between. lse is fp64, as kernels keep it with a bias.
-_TENSORS = ", ".join(
-    f"Tensor{'?' if name in ('sink', 'other_content', 'other_table') else ''} {name}" for name in _Leaves._fields
-)
+# The operators, for calls that a compiler or a dispatch mode sees. `maker` is a name of `MAKERS`, and `terms` are the
+# settings of its terms. `backend` is a name, or two with a comma between. lse is fp64, as kernels keep
+# it with a bias.
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] factors"
 _NUMBERS = (
-    "SymInt zero, bool clamps, bool by_keys, SymInt other_zero, bool other_clamps, bool other_by_keys, "
-    "float softmax_scale, SymInt left, SymInt right, bool deterministic, float dropout_p, bool max_scores, "
-    "bool entropy, str backend"
+    "str maker, SymInt[] terms, float softmax_scale, float softcap, SymInt left, "
+    "SymInt right, bool deterministic, float dropout_p, bool max_scores, bool entropy, str backend"
 )
 _FORWARD_SCHEMA = (
     f"({_TENSORS}, Tensor? mask, Tensor? dropout, {_NUMBERS}, int needs) "
@@ -541,8 +457,16 @@ def _bits(flags: Sequence[bool]) -> int:
     return sum(int(flag) << place for place, flag in enumerate(flags))
 
 
-def _flags_of(bits: int) -> list[bool]:
-    return [bool(bits >> place & 1) for place in range(_NUM_LEAVES)]
+def _leaves_of(a: Any) -> tuple[_Leaves, list[bool]]:
+    """Return the leaves of an operator, and whether each of them needs a gradient."""
+    x = _Leaves(a.q, a.k, a.v, a.sink, tuple(a.factors))
+    return x, [bool(a.needs >> place & 1) for place in range(len(x.flat))]
+
+
+def _maker_of_operator(a: Any) -> Maker:
+    settings = zip(a.terms[::3], a.terms[1::3], a.terms[2::3], strict=True)
+    maker: Maker = MAKERS[a.maker](tuple(Term(zero, clamps == 1, by_keys == 1) for zero, clamps, by_keys in settings))
+    return maker
 
 
 def _has_operator(mask: Any, backend: BackendChoice) -> bool:
@@ -556,7 +480,7 @@ def _through_operator(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Projected,
+    bias: MadeBias,
     sink: Tensor | None,
     raw_flags: RawFlags,
     backend: BackendChoice,
@@ -567,61 +491,58 @@ def _through_operator(
     problem, scores_mask, _ = describe(folded)
     if problem.partly_shared:
         return run_call(prepare_call(q, k, v, mask, bias, sink, None, raw_flags), backend)
-    factors: list[Tensor | None] = [None] * (_NUM_LEAVES - 4)
-    settings: list[Any] = [0, False, False, 0, False, False]
-    for n, term in enumerate(bias.terms):
-        factors[2 * n] = merge(term.content, leading) if leading > 1 else term.content
-        factors[2 * n + 1] = term.table
-        settings[3 * n : 3 * n + 3] = [*term.numbers, term.of == "keys"]
+    maker, factors = _maker_of(bias, q, k)
+    settings = (maker.name, [x for zero, *flags in maker.terms for x in (zero, *map(int, flags))])
     flags, requested = problem.flags, choice_in_force(backend)
     name = requested if isinstance(requested, str) else ",".join(requested)
     dropout = draw_key(q.device) if flags.dropout_p > 0 else None
-    x = _Leaves(folded.q, folded.k, folded.v, sink, *factors)  # type: ignore[arg-type]
-    numbers = (flags.softmax_scale, flags.left, flags.right, flags.deterministic, flags.dropout_p)
-    needs = _bits([t is not None and t.requires_grad and torch.is_grad_enabled() for t in x])
+    x = _Leaves(folded.q, folded.k, folded.v, sink, tuple(factors))
+    numbers = (flags.softmax_scale, flags.softcap, flags.left, flags.right, flags.deterministic, flags.dropout_p)
+    needs = _bits([t is not None and t.requires_grad and torch.is_grad_enabled() for t in x.flat])
     asked = (flags.max_scores, flags.entropy)
-    out, lse, *more = _forward_operator(*x, scores_mask, dropout, *settings, *numbers, *asked, name, needs)
+    out, lse, *more = _forward_operator(*x[:4], factors, scores_mask, dropout, *settings, *numbers, *asked, name, needs)
     results = (out, narrow(lse, q.dtype), *[each for each, is_asked in zip(more, asked, strict=True) if is_asked])
     return results if leading == 1 else tuple(each.view(*q.shape[:-3], *each.shape[1:]) for each in results)
 
 
-def _read(a: Any) -> tuple[_Call, _Leaves]:
-    """Return the call of an operator, and its leaves."""
-    x = _Leaves(*(getattr(a, name) for name in _Leaves._fields))
-    terms: tuple[_Term, ...] = (
-        _Term(a.zero, a.clamps, a.by_keys),
-        _Term(a.other_zero, a.other_clamps, a.other_by_keys),
-    )
+def _read(a: Any) -> tuple[_Call, _Leaves, list[bool]]:
+    """Return the call of an operator, its leaves, and whether each of them needs a gradient."""
+    (x, needed), maker = _leaves_of(a), _maker_of_operator(a)
     window = (a.left, -1 if a.right == 0 else a.right)
     raw_flags = RawFlags(
-        a.right == 0, a.softmax_scale, 0.0, window, a.deterministic, True, False, a.dropout_p, a.max_scores, a.entropy
+        is_causal=a.right == 0,
+        softmax_scale=a.softmax_scale,
+        softcap=a.softcap,
+        window_size=window,
+        deterministic=a.deterministic,
+        return_lse=True,
+        dropout_p=a.dropout_p,
+        max_scores=a.max_scores,
+        entropy=a.entropy,
     )
-    needed = _flags_of(a.needs)
     q, k, v, sink, *factors = needed
     needs = NeedsGrad(q, k, v, any(factors), sink) if any(needed) else None
-    terms = terms[: len(x.terms)]
-    settings = (terms, a.softmax_scale, _entries_of(x, terms), None, needs, _products_of(x.q))
-    return _Call(raw_flags, parse_choice(a.backend), a.mask, *settings), x
+    settings = (maker, a.softmax_scale, _entries_of(x, maker), None, needs)
+    return _Call(raw_flags, parse_choice(a.backend), a.mask, *settings), x, needed
 
 
 def _run_forward_operator(a: Any) -> tuple[Tensor, ...]:
-    call, x = _read(a)
+    call, x, _ = _read(a)
     (out, lse, *more), _, _ = _forward(call, x, a.mask, a.dropout)
     rest = iter(more)
     return out, lse.double(), *(next(rest) if asked else lse.new_empty(0) for asked in (a.max_scores, a.entropy))
 
 
 def _run_backward_operator(a: Any) -> list[Tensor]:
-    call, x = _read(a)
+    call, x, needed = _read(a)
     results, sent = [a.out, a.lse], [a.dout, a.dlse]
     if a.entropy:
         results.append(a.entropies)
         sent.append(a.dentropy)
-    needed = _flags_of(a.needs)
     made = _backward(call, x, a.dropout, tuple(results), None, needed, tuple(sent))
     return [
         (torch.zeros_like(t) if g is None else g).contiguous()
-        for t, g, need in zip(x, made, needed, strict=True)
+        for t, g, need in zip(x.flat, made, needed, strict=True)
         if need and t is not None
     ]
 
@@ -633,20 +554,20 @@ def _forward_fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(a: Any) -> list[Tensor]:
-    leaves = [getattr(a, name) for name in _Leaves._fields]
-    return empty_gradients(leaves, _flags_of(a.needs))
+    x, needed = _leaves_of(a)
+    return empty_gradients(x.flat, needed)
 
 
 def _forward_flop(a: Any) -> int:
-    """Return the FLOP of attention, and of the products of content and table."""
-    return count_forward_flop(_pairs(a), a.q.shape[3] + _terms(a), a.v.shape[3])
+    """Return the FLOP of attention, and of what makes the bias."""
+    return count_forward_flop(_pairs(a), a.q.shape[3], a.v.shape[3]) + _pairs(a) * _maker_of_operator(a).flop(a.factors)
 
 
 def _backward_flop(a: Any) -> int:
-    """Return the FLOP of the gradients: each product is made again, and has a gradient of each factor."""
-    needed = _flags_of(a.needs)
+    """Return the FLOP of the gradients, and of what makes the bias again."""
+    _, needed = _leaves_of(a)
     attends = count_backward_flop(_pairs(a), a.q.shape[3], a.v.shape[3], (*needed[:3], any(needed[4:])))
-    return attends + _pairs(a) * 2 * _terms(a) * (1 + (needed[4] or needed[6]) + (needed[5] or needed[7]))
+    return attends + _pairs(a) * _maker_of_operator(a).flop(a.factors, needed[4:])
 
 
 def _pairs(a: Any) -> int:
@@ -654,45 +575,43 @@ def _pairs(a: Any) -> int:
     return batch * heads * allowed_pairs(seqlen_q, a.k.shape[1], (a.left, a.right))
 
 
-def _terms(a: Any) -> int:
-    return sum(int(x.shape[2]) for x in (a.table, a.other_table) if x is not None)
-
-
 _forward_operator = define_counted(
-    "projected_forward", _FORWARD_SCHEMA, _run_forward_operator, _forward_fake, _forward_flop
+    "made_bias_forward", _FORWARD_SCHEMA, _run_forward_operator, _forward_fake, _forward_flop
 )
 _backward_operator = define_counted(
-    "projected_backward", _BACKWARD_SCHEMA, _run_backward_operator, _backward_fake, _backward_flop
+    "made_bias_backward", _BACKWARD_SCHEMA, _run_backward_operator, _backward_fake, _backward_flop
 )
 _read_arguments: Any = by_name(_FORWARD_SCHEMA)(lambda arguments: arguments)
+_NUM_TENSORS = 7  # of the forward operator: q, k, v, sink, factors, mask and dropout
 
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = _read_arguments(*inputs)
     out, lse, _, entropies = output
-    ctx.save_for_backward(*inputs[: _NUM_LEAVES + 2], out, lse, entropies)
-    ctx.numbers, ctx.num_inputs, ctx.has_entropy = inputs[_NUM_LEAVES + 2 : -1], len(inputs), a.entropy
+    ctx.save_for_backward(a.q, a.k, a.v, a.sink, a.mask, a.dropout, out, lse, entropies, *a.factors)
+    ctx.numbers, ctx.num_inputs, ctx.has_entropy = inputs[_NUM_TENSORS:-1], len(inputs), a.entropy
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_operator(ctx: Any, *sent: Tensor | None) -> tuple[Any, ...]:
     if torch.is_grad_enabled() or is_batched(*sent):
         raise NotImplementedError(
-            "a call with a Projected in a graph, an exported program or a dispatch mode has no second derivative "
+            "a call that makes its bias in a graph, an exported program or a dispatch mode has no second derivative "
             "and no batched gradients; call attention outside of it"
         )
-    saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:_NUM_LEAVES]
+    q, k, v, sink, mask, dropout, *made, entropies = ctx.saved_tensors[:9]
+    factors, needs = list(ctx.saved_tensors[9:]), ctx.needs_input_grad
+    needed = [*needs[:4], *needs[4]]
     dout, dlse, _, dentropy = sent
-    inputs, (out, lse, entropies) = saved[: _NUM_LEAVES + 2], saved[_NUM_LEAVES + 2 :]
     if dout is None and dlse is None and (dentropy is None or not ctx.has_entropy):
-        return (None,) * ctx.num_inputs
-    dout = torch.zeros_like(out) if dout is None else dout
+        return (None,) * 4 + ([None] * len(factors),) + (None,) * (ctx.num_inputs - 5)
+    dout = torch.zeros_like(made[0]) if dout is None else dout
     dentropy = dentropy if ctx.has_entropy else None
-    made = _backward_operator(dout, dlse, dentropy, *inputs, out, lse, entropies, *ctx.numbers, _bits(needed))
-    gradients = spread(made, needed)
-    return *gradients, *(None,) * (ctx.num_inputs - _NUM_LEAVES)
+    tensors = (q, k, v, sink, factors, mask, dropout, *made, entropies)
+    gradients = spread(_backward_operator(dout, dlse, dentropy, *tensors, *ctx.numbers, _bits(needed)), needed)
+    return *gradients[:4], list(gradients[4:]), *(None,) * (ctx.num_inputs - 5)
 
 
 torch.library.register_autograd(
-    "flash_dmattn::projected_forward", _differentiate_operator, setup_context=_keep_operator, lib=LIBRARY
+    "flash_dmattn::made_bias_forward", _differentiate_operator, setup_context=_keep_operator, lib=LIBRARY
 )

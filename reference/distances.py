@@ -126,3 +126,40 @@ def fold_distances(strip: Tensor, number: int, zero: int, clamps: bool, lengths:
         low, high = (end.sum(-1, keepdim=True) for end in ends)
         sums = sums + F.pad(low, (0, number - 1)) + F.pad(high, (number - 1, 0))
     return sums
+
+
+class Bands:
+    """A bias of one value for each query and distance, which clamps, for some entries of the batch at a time.
+
+    Args:
+        number, zero: of the values of a query, and the index of distance 0 among them.
+        dtype: of the bias.
+        entries: the most entries of the batch that are computed at once.
+        shape: (heads, Lq, Lk) of the bias.
+        device: of the call.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        zero: int,
+        dtype: torch.dtype,
+        entries: int,
+        shape: tuple[int, int, int],
+        device: torch.device,
+    ) -> None:
+        self.number, self.zero, self.dtype, self.lengths = number, zero, dtype, shape[1:]
+
+    def scores(self, values: Tensor) -> Tensor:
+        """Return the bias of some entries, (entries, heads, Lq, Lk), from values (entries, heads, Lq, n)."""
+        return dense(Distances(values, self.zero, True), *self.lengths).to(self.dtype).contiguous()
+
+    def place(self, entries: int) -> Tensor | None:
+        """Return where a backward pass may store the gradient of the bias of so many entries; None for anywhere."""
+        return None
+
+    def gradient(self, ds: Tensor) -> Tensor:
+        """Return the gradient of the values of some entries, (entries, heads, Lq, n) in fp32 at least, from ds."""
+        wide = ds.to(torch.promote_types(ds.dtype, torch.float32))
+        values = wide.new_empty(()).expand(1, 1, self.lengths[0], self.number)
+        return distance_sums(wide, Distances(values, self.zero, True))

@@ -15,6 +15,7 @@ from compiled_triton import (
     SequenceVariant,
     Variant,
     append_jobs,
+    gather_jobs,
     jobs_of,
     list_jobs,
     packing_jobs,
@@ -99,6 +100,7 @@ def catalogue(
         if "bf16" in dtypes:
             listed += [Entry("bf16", f"lists, {dim}", dim, job) for dim in (128, 576) for job in list_jobs(arch, dim)]
         for dtype in dtypes:
+            listed += [Entry(dtype, "gathers", 0, job) for job in gather_jobs(arch, DTYPES[dtype])]
             for dim in (64, 128, 256):
                 jobs = position_jobs(arch, DTYPES[dtype], dim)
                 listed += [Entry(dtype, f"projected, {dim}", dim, job) for job in jobs]

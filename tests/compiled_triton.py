@@ -27,9 +27,20 @@ from flash_dmattn.masks.prepared.packing import TILE, MaskPacking, tiles
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.entropy import SentEntropy
+from flash_dmattn.reference.gathers import Places
 from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, interval_pack, key_pack, list_pack, mask_pack, positions, sequence_pack
+from flash_dmattn.triton_kernels import (
+    append,
+    bands,
+    gathers,
+    interval_pack,
+    key_pack,
+    list_pack,
+    mask_pack,
+    positions,
+    sequence_pack,
+)
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.list_calls import (
@@ -469,6 +480,22 @@ def position_jobs(arch: str, dtype: torch.dtype, terms: int) -> list[Job]:
             products = positions.Products(rows, 0.125, False, 4, (8, length, length))
             scores = products.scores(x)
             products.gradients(products.place(4).copy_(scores), x, True, True)
+    return jobs
+
+
+def gather_jobs(arch: str, dtype: torch.dtype) -> list[Job]:
+    """The kernels of values by position: three tables that all share, a long one of each entry; and a clamped band."""
+    jobs, record = recorder(arch)
+    with mock.patch.object(Launch, "__call__", record):
+        for sizes, own in (((65, 65, 65), 1), ((4095,), 4)):
+            own_positions = torch.empty(len(sizes), 4, 1024, dtype=torch.int64, device="meta")
+            table = torch.empty(own, 4, sum(sizes), device="meta")
+            places = Places(own_positions, own_positions, sizes, tuple(n == 65 for n in sizes))
+            values = gathers.Gathers(table, places, dtype, 4)
+            values.add_gradient(values.place(4).copy_(values.scores(slice(0, 4))), slice(0, 4))
+        query_values = torch.empty(4, 8, 1500, 73, device="meta")
+        band = bands.Bands(73, 64, dtype, 4, (8, 1500, 1500), query_values.device)
+        band.gradient(band.place(4).copy_(band.scores(query_values)))
     return jobs
 
 

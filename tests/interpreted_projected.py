@@ -1,4 +1,4 @@
-"""The kernels of a `Projected` in Triton's interpreter: `interpreted_projected.py WHAT`, "kernels" or "calls"."""
+"""Kernels that make biases, in Triton's interpreter: `interpreted_projected.py kernels`, `gathers` or `calls`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ import torch
 from interpreter import TILES, admit_cpu, assert_margins, guard_outputs, set_up
 from out_of_tree import replace_backend
 from outcomes import outcome_of, report
-from projected_cases import SHAPES, assert_accurate, assert_products, by_gather, draw, in_fp64, with_gradients
+from projected_cases import (
+    BANDS,
+    GATHERS,
+    SHAPES,
+    assert_accurate,
+    assert_bands,
+    assert_gathers,
+    assert_products,
+    by_gather,
+    draw,
+    in_fp64,
+    with_gradients,
+    with_positions,
+)
 from torch import Tensor
 
-from flash_dmattn import attention, projected
+from flash_dmattn import attention, bias_makers, projected
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.gradients import with_dbias
+from flash_dmattn.triton_kernels import bands as band_kernels
+from flash_dmattn.triton_kernels import gathers as gather_kernels
 from flash_dmattn.triton_kernels import positions as kernels
 
 MOST = 150  # vectors and keys: as many blocks of 16 vectors, whose rows are 4 apart, as 300 have on a GPU
@@ -48,8 +63,31 @@ def kernel_calls() -> Iterator[str | None]:
     yield outcome_of(stays_finite, "great scores")
 
 
-def answers(seed: int, dtype: torch.dtype) -> None:
-    case = draw(seed, dtype, (17, 40), softcap=False)
+def gathers(shape: Any, dtype: torch.dtype) -> None:
+    assert_gathers(shape, dtype)
+    assert_margins()
+
+
+def bands(shape: Any, dtype: torch.dtype) -> None:
+    assert_bands(shape, dtype)
+    assert_margins()
+
+
+def gather_calls() -> Iterator[str | None]:
+    guard_outputs()
+    for number, band in enumerate(BANDS):
+        dtype = (torch.float16, torch.float32)[number % 2]
+        set_up()
+        yield outcome_of(partial(bands, band, dtype), f"band {band}, {dtype}")
+    for number, shape in enumerate(GATHERS):
+        dtype = (torch.float16, torch.float32)[number % 2]
+        set_up()
+        yield outcome_of(partial(gathers, shape, dtype), f"{shape}, {dtype}")
+
+
+def answers(seed: int, dtype: torch.dtype, has_positions: bool = False) -> None:
+    case = draw(seed, dtype, (17, 40), softcap=has_positions)
+    case = with_positions(case, seed) if has_positions else case
     q, k, v, mask, bias, options = case
     assert_accurate(case, attention(q, k, v, mask, bias, return_lse=True, backend="triton", **options))
 
@@ -91,16 +129,19 @@ def stores(seed: int, dtype: torch.dtype) -> None:
 
 def calls() -> Iterator[str | None]:
     admit_cpu()
-    projected._products_of = lambda q: kernels.Products  # type: ignore[assignment]
+    bias_makers.products_of = lambda x: kernels.Products  # type: ignore[assignment]
+    bias_makers.bands_of = lambda x: band_kernels.Bands  # type: ignore[assignment]
+    bias_makers.gathers_of = lambda x: gather_kernels.Gathers  # type: ignore[assignment]
     for seed, workspace in zip(range(24), 8 * (1, 5000, 2**28), strict=True):
         projected.WORKSPACE_BYTES = workspace
         set_up(TILES[0])
         dtype = (torch.float32, torch.float16)[seed // 3 % 2]
         yield outcome_of(partial(answers, seed, dtype), f"seed {seed}, {dtype}, {workspace=}")
+        yield outcome_of(partial(answers, seed, dtype, True), f"positions, seed {seed}, {dtype}, {workspace=}")
         if seed < 8:
             yield outcome_of(partial(answers_short, seed), f"short, seed {seed}, {workspace=}")
             yield outcome_of(partial(stores, seed, dtype), f"stored, seed {seed}, {dtype}, {workspace=}")
 
 
 if __name__ == "__main__":
-    sys.exit(report({"kernels": kernel_calls, "calls": calls}[sys.argv[1]]()))
+    sys.exit(report({"kernels": kernel_calls, "gathers": gather_calls, "calls": calls}[sys.argv[1]]()))

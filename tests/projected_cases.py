@@ -1,16 +1,17 @@
-"""Random calls with a `Projected`, and their results by a gather of rows for every score."""
+"""Random calls that make their bias, and their results by a gather of a row or a value for every score."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_dmattn import attention
-from flash_dmattn.biases import Projected
-from flash_dmattn.reference import positions
+from flash_dmattn.biases import Band, Projected, Relative
+from flash_dmattn.reference import distances, gathers, positions
 from flash_dmattn.reference.yardstick import RATIO
 
 
@@ -21,13 +22,14 @@ class ProjectedCase(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    bias: Projected
+    bias: Projected | Relative | Band
     options: dict[str, Any]
 
     @property
     def leaves(self) -> list[Tensor]:
         sink = self.options.get("sink")
-        factors = [x for term in self.bias.terms for x in term[:2]]
+        tensors = [x for term in self.bias.terms for _, x in term.named_tensors]
+        factors = [x for x in tensors if x.is_floating_point()]
         return [self.q, self.k, self.v, *factors, *([] if sink is None else [sink])]
 
 
@@ -85,6 +87,57 @@ def draw(
     return ProjectedCase(q, k, v, mask, bias, options)
 
 
+def with_positions(case: ProjectedCase, seed: int) -> ProjectedCase:
+    """The same call with a `Relative` with positions, one term to three, or a `Band` that clamps; shared or not."""
+    choose, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _), device = case.q.shape, case.k.shape, case.q.device
+    bias: Relative | None = None
+    if choose.random() < 0.25:
+        number = choose.choice((1, 2, 9, 70))
+        shape = (*choose.choice(((), (1,), (batch,))), choose.choice((1, heads_k, heads)), seqlen_q, number)
+        values = torch.randn(shape, generator=numbers, dtype=torch.float64).to(case.q).requires_grad_()
+        return case._replace(bias=Band(values, choose.choice((-50, 0, number // 2, number + 60)), "clamp"))
+    for term in range(choose.choice((1, 1, 2, 3))):
+        number, outside = choose.choice((1, 7, 65, 300)), choose.choice(("clamp", "zero"))
+        shape = (*choose.choice(((), (1,), (batch,))), choose.choice((1, heads_k, heads)), number)
+        values = torch.randn(shape, generator=numbers, dtype=torch.float64).to(case.q).requires_grad_()
+        reach = choose.choice((3, 50, 10**12))
+        pair = tuple(
+            torch.randint(-reach, reach, (*choose.choice(((), (1,), (batch,))), length), generator=numbers).to(device)
+            for length in (seqlen_q, seqlen_k)
+        )
+        zero = choose.choice((0, number // 2, -3, number + 2))
+        positions: Any = None if term > 0 and choose.random() < 0.3 else pair
+        bias = Relative(values, zero, outside, positions, bias)  # type: ignore[arg-type]
+    assert bias is not None
+    return case._replace(bias=bias)
+
+
+def placed(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The value of every score, (1 or B, H, Lq, Lk), of all terms."""
+    if isinstance(bias, Band):
+        place = bias.zero + torch.arange(seqlen_k) - torch.arange(seqlen_k - seqlen_q, seqlen_k)[:, None]
+        index = place.clamp(0, bias.values.shape[-1] - 1).to(bias.values.device)
+        made = bias.values.gather(-1, index.expand(*bias.values.shape[:-2], *index.shape))
+        return made if made.dim() == 4 else made[None]
+    values, zero, outside, pair, plus = bias
+    if pair is None:
+        pair = torch.arange(seqlen_k - seqlen_q, seqlen_k), torch.arange(seqlen_k)
+    queries, keys = (x.to(values.device).long() for x in pair)
+    place = zero + keys[..., None, :] - queries[..., None]
+    number, batch = values.shape[-1], place.shape[0] if place.dim() == 3 else 1
+    has_value = ((place >= 0) & (place < number)) | (outside == "clamp")
+    rows = values.expand(max(batch, *values.shape[:-2], 1), *values.shape[-2:])
+    index = place.clamp(0, number - 1).expand(len(rows), seqlen_q, seqlen_k)
+    made = torch.stack([row[:, own] for row, own in zip(rows, index, strict=True)])
+    made = torch.where(has_value.expand(len(rows), seqlen_q, seqlen_k)[:, None], made, 0.0)
+    if plus is None:
+        return made
+    other = placed(plus, seqlen_q, seqlen_k)
+    heads = max(made.shape[1], other.shape[1])
+    return made.repeat_interleave(heads // made.shape[1], 1) + other.repeat_interleave(heads // other.shape[1], 1)
+
+
 def gathered(bias: Projected, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The product of every score, (B, H, Lq, Lk), with a row of the table for each."""
     content, table, zero, outside, of, plus = bias
@@ -106,12 +159,15 @@ def by_gather(case: ProjectedCase) -> tuple[Tensor, Tensor]:
     q, k, v, mask, bias, options = case
     (_, seqlen_q, heads, dim), (_, seqlen_k, heads_k, _) = q.shape, k.shape
     group = heads // heads_k
-    product = gathered(bias, seqlen_q, seqlen_k)
-    product = product.repeat_interleave(heads // product.shape[1], 1)
+    is_product = isinstance(bias, Projected)
+    added = gathered(bias, seqlen_q, seqlen_k) if isinstance(bias, Projected) else placed(bias, seqlen_q, seqlen_k)
+    added = added.repeat_interleave(heads // added.shape[1], 1)
     scale = dim**-0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    product = added if is_product else torch.zeros_like(added)
     s = (torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) + product) * scale
     if options["softcap"]:
         s = options["softcap"] * torch.tanh(s / options["softcap"])
+    s = s + (added - product)
     distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
     distance = distance.to(q.device)
     allowed = torch.ones_like(distance, dtype=torch.bool)
@@ -142,21 +198,33 @@ def with_gradients(results: tuple[Tensor, ...], leaves: list[Tensor], seed: int 
     return [*finite, *(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True))]
 
 
+def converted(bias: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """The same bias with other values."""
+    if isinstance(bias, Projected):
+        return bias.converted(convert)
+    if isinstance(bias, Band):
+        return bias._replace(values=convert(bias.values))
+    return bias and bias._replace(values=convert(bias.values), plus=converted(bias.plus, convert))
+
+
 def in_fp64(case: ProjectedCase) -> ProjectedCase:
     """The same call, in fp64."""
     wide = {id(x): x.detach().double().requires_grad_() for x in case.leaves}
     q, k, v = (wide[id(x)] for x in case[:3])
     sink = case.options["sink"]
     options = {**case.options, "sink": None if sink is None else wide[id(sink)]}
-    return ProjectedCase(q, k, v, case.mask, case.bias.converted(lambda x: wide[id(x)]), options)
+    return ProjectedCase(q, k, v, case.mask, converted(case.bias, lambda x: wide[id(x)]), options)
 
 
 def assert_accurate(case: ProjectedCase, results: tuple[Tensor, ...]) -> None:
     """out, lse and all gradients have at most RATIO times the error of the formula with a tensor of this dtype."""
     q, k, v, mask, bias, options = case
-    assert options["softcap"] == 0, "a tensor is added behind the cap"
     scale = q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
-    tensor = bias.scores(q.shape[1], k.shape[1], 1.0) * scale  # in the dtype of the call
+    if isinstance(bias, Projected):
+        assert options["softcap"] == 0, "a tensor is added behind the cap"
+        tensor = bias.scores(q.shape[1], k.shape[1], 1.0) * scale  # in the dtype of the call
+    else:
+        tensor = bias.dense(q.shape[1], k.shape[1])
     plain = attention(q, k, v, mask, tensor, return_lse=True, backend="reference", **options)
     exact = in_fp64(case)
     wanted = with_gradients(by_gather(exact), exact.leaves)
@@ -214,3 +282,74 @@ def assert_products(
     for x, y, limit in zip(made[0], wanted, limits, strict=True):
         error = float((x.double() - y).norm() / y.norm())
         assert error <= max(limit, 1e-5), (error, limit)
+
+
+# Batch, heads, Lq, Lk, the number of values of each term, and the entries that have values of their own, 1 or B.
+GATHERS: tuple[tuple[int, int, int, int, tuple[int, ...], int], ...] = (
+    (3, 2, 5, 70, (7, 3), 1),
+    (2, 3, 33, 37, (2000,), 2),
+    (4, 1, 20, 20, (1,), 1),
+    (5, 2, 40, 17, (11, 65, 300), 1),
+    (3, 2, 1, 1, (4,), 3),
+)
+
+
+def assert_gathers(
+    shape: tuple[int, int, int, int, tuple[int, ...], int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """The kernels' bias has the bits of PyTorch's, their gradient is as in fp64, in bits that no workspace changes."""
+    from flash_dmattn.triton_kernels.gathers import Gathers
+
+    batch, heads, length, others, sizes, own = shape
+    random = torch.Generator().manual_seed(length)
+    for shares in (False, True):
+        factors = []
+        for number in sizes:
+            pair = [torch.randint(-40, 40, (1 if shares else batch, n), generator=random) for n in (length, others)]
+            factors += [torch.randn(own, heads, number, generator=random), *pair]
+        factors = [x.to(device) for x in factors]
+        terms = [(number // 2, n != 1) for n, number in enumerate(sizes)]
+        table, places, _ = gathers.prepare(factors, terms)
+        entries_made = batch if max(own, places.batch) > 1 else 1
+        ds = torch.randn(entries_made, heads, length, others, generator=random).to(device, dtype)
+        exact = gathers.Gathers(table.double(), places, torch.float64, batch)
+        exact.add_gradient(ds.double(), slice(0, batch))
+        plain, wanted = gathers.gather(table, places).to(dtype), exact.table_gradient()
+        made: list[list[Tensor]] = []
+        for entries, stores in ((batch, True), (1, False), (2, True)):
+            each, step = Gathers(table, places, dtype, entries), entries if entries_made > 1 else batch
+            scores = []
+            for first in range(0, batch, step):
+                span = slice(first, min(first + step, batch))
+                scores.append(each.scores(span).clone())
+                part = ds[span]
+                part = each.place(len(part)).copy_(part) if stores else part
+                each.add_gradient(part, span)
+            made.append([torch.cat(scores), each.table_gradient()])
+        for x, y in made:
+            assert torch.equal(x, plain) and torch.equal(y, made[0][1]), "bits depend on the workspace"
+        error = float((made[0][1].double() - wanted).norm() / wanted.norm())
+        assert error <= 1e-5, error
+
+
+# Heads, Lq, Lk, the number of values of a query, and the index of distance 0 among them.
+BANDS = ((2, 5, 300, 3, 1), (1, 40, 17, 150, 75), (2, 33, 33, 1, 0), (1, 17, 130, 9, -200), (1, 20, 20, 2, 10**12))
+
+
+def assert_bands(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """The kernels' band that clamps has the bits of PyTorch's, and their gradient is as in fp64."""
+    from flash_dmattn.triton_kernels.bands import Bands
+
+    heads, length, others, number, zero = shape
+    random = torch.Generator().manual_seed(length)
+    values = torch.randn(3, heads, length, number, generator=random).to(device)
+    ds = torch.randn(3, heads, length, others, generator=random).to(device, dtype)
+    made, plain, exact = (
+        kind(number, zero, own, 3, (heads, length, others), values.device)
+        for kind, own in ((Bands, dtype), (distances.Bands, dtype), (distances.Bands, torch.float64))
+    )
+    assert torch.equal(made.scores(values), plain.scores(values))
+    wanted = exact.gradient(ds.double())
+    for part in (ds, made.place(3).copy_(ds)):
+        torch.testing.assert_close(made.gradient(part).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(made.scores(values[1:2]), plain.scores(values[1:2]))

@@ -25,6 +25,7 @@ LAYERS = (
     ("validation", "operators"),
     ("autograd",),
     ("call",),
+    ("bias_makers",),
     ("projected",),
     ("api", "statistics"),
     ("explanation",),

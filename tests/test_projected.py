@@ -1,4 +1,4 @@
-"""`Projected`: its matrix, random calls against a gather, every way through a call, and its errors."""
+"""`Projected`: its matrix, and its errors. With `Relative` with positions: random calls, every way through a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch.distributed as dist
 from cases import DEVICE
 from conftest import needs_triton, refusal_of
 from forked import interpret
-from projected_cases import LONG, SHAPES, assert_accurate, assert_products, by_gather, draw, gathered, with_gradients
+from projected_cases import (
+    LONG,
+    SHAPES,
+    assert_accurate,
+    assert_products,
+    by_gather,
+    draw,
+    gathered,
+    with_gradients,
+    with_positions,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -19,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import AuxRequest, Sequences, attention, biases, config, explain, projected
-from flash_dmattn.biases import Projected
+from flash_dmattn.bias_makers import ProjectedMaker, Term, _FewProducts
+from flash_dmattn.biases import Band, Projected, Relative
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import positions
@@ -38,6 +49,11 @@ Q, K, V, X = leaf(B, LQ, HQ, 8), leaf(B, LK, HK, 8, seed=1), leaf(B, LK, HK, 8, 
 TABLE = leaf(HK, 11, 6, seed=4)
 LEAVES = [Q, K, V, X, TABLE]
 BIAS = Projected(X, TABLE, 4, "clamp")
+VALUES, OWN_VALUES = leaf(HQ, 9, seed=6), leaf(B, 1, 5, seed=7)
+TIMES = torch.randint(0, 12, (B, LQ + LK), generator=torch.Generator().manual_seed(8)).split((LQ, LK), 1)
+BY_TIMES = Relative(VALUES, 3, "clamp", TIMES, Relative(OWN_VALUES, 2, "zero"))
+SHARED = Relative(VALUES, 3, "zero", (TIMES[0][0], TIMES[1][0]))
+BANDED = Band(leaf(B, HK, LQ, 5, seed=9), 2, "clamp")
 BY_KEYS = Projected(leaf(B, LK, HK, 6, seed=5), TABLE, 4, "clamp", "keys")
 
 
@@ -70,12 +86,16 @@ def test_dense_of_no_batch_and_of_several_dims() -> None:
     torch.testing.assert_close(made[0], gathered(Projected(content[0], table, 4, "zero"), 5, 7))
 
 
+@pytest.mark.parametrize("has_positions", (False, True))
 @pytest.mark.parametrize("backend", ("auto", "eager", "reference"))
 @pytest.mark.parametrize("workspace", WORKSPACES)
-def test_random_calls_are_as_by_a_gather(backend: Any, workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_calls_are_as_by_a_gather(
+    backend: Any, workspace: int, has_positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
     for seed in range(25):
         case = draw(seed + 100 * WORKSPACES.index(workspace))
+        case = with_positions(case, seed) if has_positions else case
         q, k, v, mask, bias, options = case
         results = attention(q, k, v, mask, bias, backend=backend, return_lse=True, **options)
         pairs = (with_gradients(each, case.leaves) for each in (results, by_gather(case)))
@@ -83,28 +103,32 @@ def test_random_calls_are_as_by_a_gather(backend: Any, workspace: int, monkeypat
             torch.testing.assert_close(x, y)
 
 
-def same(call: Callable[[Any], Any], leaves: list[Tensor] = LEAVES) -> None:
-    """A call with the Projected is as with its tensor, gradients included."""
-    results = []
-    for bias in (BIAS, scaled()):
-        torch.manual_seed(3)
-        made = call(bias)
-        results.append(with_gradients(made if isinstance(made, tuple) else (made,), leaves))
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
+def same(call: Callable[[Any], Any], *more: Tensor) -> None:
+    """A call with the bias is as with its tensor, gradients included."""
+    leaves = [*LEAVES, VALUES, OWN_VALUES, BANDED.values, *more]
+    for pair in ((BIAS, scaled()), *((bias, bias.dense(LQ, LK)) for bias in (BY_TIMES, SHARED, BANDED))):
+        results = []
+        for bias in pair:
+            torch.manual_seed(3)
+            made = call(bias)
+            results.append(with_gradients(made if isinstance(made, tuple) else (made,), leaves))
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def some_pairs(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.5
 
 
-def test_parts_drop_what_one_part_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", (BIAS, BY_TIMES), ids=("Projected", "Relative"))
+def test_parts_drop_what_one_part_drops(bias: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for workspace in WORKSPACES:
         monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
         torch.manual_seed(1)
-        out = attention(Q, K, V, bias=BIAS, dropout_p=0.4)
-        made.append([out, *torch.autograd.grad(out.square().sum(), (Q, K, V, X))])
+        out = attention(Q, K, V, bias=bias, dropout_p=0.4)
+        leaves = (Q, K, V, X) if bias is BIAS else (Q, K, V, VALUES, OWN_VALUES)
+        made.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for others in made[1:]:
         assert all(torch.equal(x, y) for x, y in zip(made[0], others, strict=True))
 
@@ -126,7 +150,7 @@ def test_what_goes_with_it(workspace: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     same(with_aux)
     sink = leaf(HQ, dtype=torch.bfloat16)
-    same(lambda bias: attention(Q, K, V, mask, bias, sink=sink), [*LEAVES, sink])
+    same(lambda bias: attention(Q, K, V, mask, bias, sink=sink), sink)
 
 
 def test_parts_add_the_gradient_of_a_sink_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +169,15 @@ def test_leading_dims(mask: tuple[int, ...], workspace: int, monkeypatch: pytest
     monkeypatch.setattr(projected, "WORKSPACE_BYTES", workspace)
     q, k, v, x = leaf(2, 3, LQ, HQ, 8), leaf(2, 3, LK, HK, 8), leaf(2, 3, LK, HK, 8), leaf(2, 3, LQ, HQ, 6, seed=1)
     allowed = some_pairs(*mask)
-    results = [
-        with_gradients(attention(q, k, v, allowed, bias, return_lse=True), [q, k, v, x, TABLE])
-        for bias in (Projected(x, TABLE, 4, "clamp"), scaled(x))
-    ]
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
+    values, times = leaf(2, 1, HQ, 7, dtype=torch.float32), torch.randint(0, 9, (3, LQ + LK)).split((LQ, LK), 1)
+    relative = Relative(values, 3, "clamp", (times[0], times[1][None, :1]))
+    for pair in ((Projected(x, TABLE, 4, "clamp"), scaled(x)), (relative, relative.dense(LQ, LK))):
+        results = [
+            with_gradients(attention(q, k, v, allowed, bias, return_lse=True), [q, k, v, x, TABLE, values])
+            for bias in pair
+        ]
+        for made, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(made, wanted)
 
 
 @pytest.mark.parametrize("by_keys", (False, True))
@@ -164,6 +191,30 @@ def test_the_gradient_of_the_table_has_the_same_bits_in_any_parts(by_keys: bool)
             products.gradients(part_of_ds, part, False, True)
         made.append(products.rows_gradient())
     assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[2])
+
+
+@pytest.mark.parametrize(("rows", "is_few"), ((9, True), (8 * 40, False)))
+def test_few_clamped_rows_are_multiplied_row_by_row(rows: int, is_few: bool) -> None:
+    """The gradient of the table is as of the product by distance, in bits that no workspace changes."""
+    random = torch.Generator().manual_seed(0)
+    content, table = torch.randn(3, 20, 4, 6, generator=random), torch.randn(2, rows, 6, generator=random)
+    ds, term = torch.randn(3, 4, 20, 40, generator=random), Term(4, True)
+    made = []
+    for entries in (3, 1):
+        bias = ProjectedMaker((term,)).prepare([content, table], (20, 40), 0.3, entries)
+        assert isinstance(bias.each[0], _FewProducts) == is_few  # type: ignore[attr-defined]
+        spans = [slice(first, first + entries) for first in range(0, 3, entries)]
+        scores = torch.cat([bias.scores(span) for span in spans])
+        for span in spans:
+            bias.add_gradient(ds[span], span, (True, True))
+        made.append([scores, *bias.gradients((True, True))])
+    torch.testing.assert_close(*made)
+    assert torch.equal(made[0][2], made[1][2])  # type: ignore[arg-type]
+    leaves = [content.double().requires_grad_(), table.double().requires_grad_()]
+    wanted = gathered(Projected(leaves[0], leaves[1], 4, "clamp"), 20, 40) * 0.3
+    for x, y in zip(made[0], (wanted, *torch.autograd.grad(wanted, leaves, ds.double())), strict=True):
+        assert x is not None
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
 def test_no_scores_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +303,9 @@ def test_a_second_derivative_ignores_autocast_of_its_own_block() -> None:
 
 
 def test_keys_have_two_tensors_of_scores_in_the_workspace() -> None:
-    x = projected._Leaves(Q, K, V, None, BY_KEYS.content, BY_KEYS.table)
-    entries = [projected._bytes_of_entry(Q, K, (projected._Term(4, True, of),), x.terms) for of in (False, True)]
-    assert entries[1] == 2 * entries[0]
+    makers = [ProjectedMaker((Term(4, True, of),)) for of in (False, True)]
+    sizes = [maker.bytes_of_entry([BY_KEYS.content, BY_KEYS.table], (LQ, LK)) for maker in makers]
+    assert sizes[1] == 2 * sizes[0]
 
 
 def test_explain_with_softcap_where_only_v_has_a_gradient() -> None:
@@ -280,21 +331,24 @@ def test_second_derivatives() -> None:
 
     def norms(bias: Any) -> Tensor:
         out = attention(Q, K, V, mask, bias, dropout_p=0.2)
-        return torch.stack(
-            [g.square().sum() for g in torch.autograd.grad(out.square().sum(), LEAVES, create_graph=True)]
-        )
+        leaves = [Q, K, V, X, TABLE, VALUES, OWN_VALUES]
+        made = torch.autograd.grad(out.square().sum(), leaves, create_graph=True, allow_unused=True)
+        return torch.stack([g.square().sum() for g in made if g is not None])
 
     same(norms)
 
 
 def test_batched_gradients() -> None:
     sent = torch.randn(3, B, LQ, HQ, 8, dtype=F64)
-    made, wanted = (
-        torch.autograd.grad(attention(Q, K, V, bias=bias), LEAVES, sent, is_grads_batched=True)
-        for bias in (BIAS, scaled())
-    )
-    for x, y in zip(made, wanted, strict=True):
-        torch.testing.assert_close(x, y)
+    for leaves, *pair in (
+        (LEAVES, BIAS, scaled()),
+        ([Q, K, V, VALUES, OWN_VALUES], BY_TIMES, BY_TIMES.dense(LQ, LK)),
+    ):
+        made, wanted = (
+            torch.autograd.grad(attention(Q, K, V, bias=bias), leaves, sent, is_grads_batched=True) for bias in pair
+        )
+        for x, y in zip(made, wanted, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def by_product(q: Tensor, k: Tensor, v: Tensor, content: Tensor, table: Tensor) -> Tensor:
@@ -323,17 +377,24 @@ def test_transforms() -> None:
 
 
 class Model(torch.nn.Module):
-    """A call with learned tables and a sink, of one of three kinds."""
+    """A call with learned tables and a sink, of one of five kinds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        for name, shape in (("table", (HK, 11, 6)), ("other", (1, 7, 3)), ("sink", (HQ,))):
+        for name, shape in (("table", (HK, 11, 6)), ("other", (1, 7, 3)), ("sink", (HQ,)), ("values", (HQ, 9))):
             setattr(self, name, torch.nn.Parameter(leaf(*shape, seed=len(name)).detach()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         plus = Projected(y, self.other, 3, "zero", "keys")
         bias = Projected(x, self.table, 5, "clamp", plus=plus)
+        if self.kind == "positions":
+            places = ((x[..., 0, 0] * 3).long(), (y[0, :, 0, 0] * 3).long())
+            added = Relative(self.values, 4, "clamp", places, Relative(self.table[:, :, 0], 5, "zero"))
+            return attention(q, k, v, mask, added, softcap=3.0, return_lse=True)
+        if self.kind == "band":
+            near = torch.einsum("bihp,hnp->bhin", x, self.table[:1].expand(q.shape[2], -1, -1))
+            return attention(q, k, v, mask, Band(near, 4, "clamp"), softcap=3.0, return_lse=True)
         if self.kind == "softcap":
             return (attention(q, k, v, mask, bias, softcap=3.0),)
         if self.kind == "causal":
@@ -343,7 +404,7 @@ class Model(torch.nn.Module):
         return out, aux.lse, aux.entropy
 
 
-KINDS = ("causal", "aux", "softcap")
+KINDS = ("causal", "aux", "softcap", "positions", "band")
 
 
 def inputs_of(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, ...]:
@@ -368,7 +429,7 @@ def test_exported_programs_take_any_length(kind: str) -> None:
     model, length = Model(kind), torch.export.Dim("length", min=3, max=512)
     dims = (*({1: length},) * 5, {2: length, 3: length})
     exported = torch.export.export(model, inputs_of(2, 24, 24), dynamic_shapes=dims)
-    projects = operators_of(exported) == ["flash_dmattn.projected_forward.default"]
+    projects = operators_of(exported) == ["flash_dmattn.made_bias_forward.default"]
     assert projects == (kind != "softcap")
     program = exported.module()
     named = dict(program.named_parameters())
@@ -596,13 +657,17 @@ def test_named_backends_refuse_as_with_a_tensor() -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("has_positions", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 @pytest.mark.parametrize("dim", (64, 128))
-def test_random_calls_on_a_gpu(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_calls_on_a_gpu(
+    dim: int, dtype: torch.dtype, has_positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each backend is as accurate in any parts as the formula with a tensor, and repeats its bits."""
     served = []
     for seed in range(16):
-        case = draw(seed, dtype, LONG, dim, "cuda", softcap=False)
+        case = draw(seed, dtype, LONG, dim, "cuda", softcap=has_positions)
+        case = with_positions(case, seed) if has_positions else case
         q, k, v, mask, bias, options = case
         monkeypatch.setattr(projected, "WORKSPACE_BYTES", WORKSPACES[seed % 3])
         for backend in ("auto", "cuda", "triton"):
@@ -645,6 +710,6 @@ def test_a_great_call_on_a_gpu_needs_no_tensor_of_all_scores() -> None:
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
-@pytest.mark.parametrize(("what", "number"), (("kernels", 15), ("calls", 40)))
+@pytest.mark.parametrize(("what", "number"), (("kernels", 15), ("gathers", 10), ("calls", 64)))
 def test_the_kernels_in_the_interpreter(what: str, number: int) -> None:
     assert f"{number} passed, 0 failed" in interpret("interpreted_projected.py", what)

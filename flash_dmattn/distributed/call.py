@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..biases import ByDistance, ListBias, Projected, check_covered, require_dense_bias, require_lists, split
+from ..biases import ByDistance, ListBias, check_covered, is_made, require_dense_bias, require_lists, split
 from ..caches import ClockCache
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled, invariant
 from ..dispatch.registry import BACKENDS, on_change, works
@@ -246,7 +246,7 @@ class Request(NamedTuple):
             )
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             describe(PreparedCall(q, k, v, None, None, None, self.raw_flags))  # it raises the error
-        if isinstance(self.bias, Projected):
+        if is_made(self.bias):
             require_dense_bias(self.bias, "of ranks that share a sequence")
         is_list_bias = isinstance(self.bias, ListBias)
         added = self.bias.bias if is_list_bias else None

@@ -46,6 +46,8 @@ _LISTS = "tests/test_lists.py::"
 _PROJECTED = "tests/test_projected.py::"
 _PROJECTED_CALLS = f"{_PROJECTED}test_random_calls_are_as_by_a_gather"
 _PROJECTED_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[kernels-15]"
+_POSITIONS = "tests/test_positions.py::"
+_GATHER_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[gathers-10]"
 _STATISTICS = "tests/test_statistics.py::"
 _ROWS = "tests/test_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
 _PLANNED = "tests/test_invariance.py::test_nothing_around_a_row_decides_its_bits"
@@ -428,7 +430,7 @@ _PYTHON = (
     ),
     Fault(
         "every part reads the content of the first entries",
-        "flash_dmattn/projected.py",
+        "flash_dmattn/bias_makers.py",
         "made = [each.scores(content[span]) for",
         "made = [each.scores(content[: span.stop - span.start]) for",
         (_PROJECTED_CALLS,),
@@ -499,8 +501,8 @@ _PYTHON = (
     Fault(
         "distances that a window hides need a row",
         "flash_dmattn/biases.py",
-        "term.check_covers(q.shape[-3], k.shape[-3], window, name)",
-        "term.check_covers(q.shape[-3], k.shape[-3])",
+        "bias.check_covers(q.shape[-3], k.shape[-3], window)",
+        "bias.check_covers(q.shape[-3], k.shape[-3])",
         (f"{_PROJECTED}test_distances_that_the_call_does_not_have_need_no_row",),
     ),
     Fault(
@@ -548,6 +550,97 @@ _PYTHON = (
         "tl.where(rank % 2 == 1, -((rank + 1) // 2), rank // 2)",
         "tl.where(rank % 2 == 1, -(rank // 2), rank // 2)",
         (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "values by position are those of the query minus the key",
+        "reference/gathers.py",
+        "place = self.keys[term, :, None, :] - self.queries[term, :, :, None]",
+        "place = self.queries[term, :, :, None] - self.keys[term, :, None, :]",
+        (f"{_POSITIONS}test_dense_is_the_value_of_every_score", _PROJECTED_CALLS),
+    ),
+    Fault(
+        "positions that clamp get the value before the last",
+        "reference/gathers.py",
+        "return place.clamp(0, size - 1) + first",
+        "return place.clamp(0, max(size - 2, 0)) + first",
+        (f"{_POSITIONS}test_dense_is_the_value_of_every_score",),
+    ),
+    Fault(
+        "every part has the positions of the first entries",
+        "reference/gathers.py",
+        "(x if x.shape[1] == 1 else x[:, span] for",
+        "(x if x.shape[1] == 1 else x[:, : span.stop - span.start] for",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "the gradient of values that all entries share is of the first",
+        "reference/gathers.py",
+        "(shared.sum(0, keepdim=True) if x.shape[0] == 1 else shared)",
+        "(shared[:1] if x.shape[0] == 1 else shared)",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "positions of 8 bits are subtracted in 8 bits",
+        "flash_dmattn/biases.py",
+        "made += [term.values, *(x.long() for x in pair)]",
+        "made += [term.values, *pair]",
+        (f"{_POSITIONS}test_positions_of_any_integers",),
+    ),
+    Fault(
+        "a graph drops the softcap beside positions",
+        "flash_dmattn/projected.py",
+        "softcap=a.softcap",
+        "softcap=0.0",
+        (f"{_PROJECTED}test_compiled_calls[positions]",),
+    ),
+    Fault(
+        "triton: a band of one value has the gradient of one side",
+        "triton_kernels/bands.py",
+        "first += tl.sum(tl.where(place == 0, gradient, 0.0), 1)",
+        "first += tl.sum(tl.where(zero + j - i[:, None] <= 0, gradient, 0.0), 1)",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "triton: the last value of a clamped band has no more than its own score",
+        "triton_kernels/bands.py",
+        "made = tl.where(place == number - 1, last[:, None], inner)",
+        "made = inner",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "the gradient of a table of few rows lacks the last entry",
+        "flash_dmattn/bias_makers.py",
+        "in zip(dvalues, x, strict=True):  # in an order",
+        "in list(zip(dvalues, x, strict=True))[: max(len(x) - 1, 1)]:  # in an order",
+        (f"{_PROJECTED}test_few_clamped_rows_are_multiplied_row_by_row",),
+    ),
+    Fault(
+        "triton: sums of values by position begin anew with each part",
+        "triton_kernels/gathers.py",
+        "acc = tl.load(place)",
+        "acc = tl.zeros([U, V], tl.float32)",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "triton: the gradient of values reads the positions of the first queries",
+        "triton_kernels/gathers.py",
+        "i, j = row + pair // others, pair % others",
+        "i, j = pair // others, pair % others",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "triton: the gradient of values is of one piece of fp32",
+        "triton_kernels/gathers.py",
+        "(tl.bfloat16, _BFLOAT16, 3)",
+        "(tl.bfloat16, _BFLOAT16, 1)",
+        (_GATHER_KERNELS,),
+    ),
+    Fault(
+        "triton: pairs without a value count for the first",
+        "triton_kernels/gathers.py",
+        "at = tl.where(has_value, at - start, -1)",
+        "at = at - start",
+        (_GATHER_KERNELS,),
     ),
     Fault(
         "triton reads a bias by distance mirrored",
