@@ -72,7 +72,7 @@ void BackwardPass::run() {
   clear_dbias();
   if (schedule.is_ordered && has_mask) order_lists();
   check(kernels.rows(rows, stream), op, "launching the kernel of the rows");
-  if (sequences != nullptr) sum_delta();
+  if (sequences != nullptr && !args.invariant) sum_delta();
   if (writer == DbiasWriter::kSharedDbias) store_shared_dbias();
   if (summed.count() > 0) sum_diagonals();
   if (runs_main_kernel) {
@@ -176,16 +176,17 @@ namespace {
 // tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys. A bias by distance has a
 // contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq),
 // for gradients that the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many
-// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
+// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose. invariant: with deterministic, and
+// without a mask and a bias: the gradients of a sequence are summed alike in every call that has it.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
                      std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, std::optional<Tensor> delta,
                      int64_t low, int64_t high, double softmax_scale, double softcap, bool deterministic,
                      int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p, int64_t outside,
-                     int64_t zero) {
+                     int64_t zero, bool invariant) {
   BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
-                              dbias_sums, delta, softmax_scale, num_dbias_chunks};
+                              dbias_sums, delta, softmax_scale, num_dbias_chunks, invariant};
   arguments.mask = std::move(mask);
   arguments.key_order = std::move(key_order);
   arguments.low = low;
@@ -202,13 +203,14 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
 // Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too,
 // mean the same. dbias: of a bias per query and key, written whole. The main kernel writes it if it has one for each
 // sequence and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts
-// as zeros. delta: in the shape of lse. Alone it takes no main kernel.
+// as zeros. delta: in the shape of lse. Alone it takes no main kernel. invariant: sums have one order, and delta comes from
+// out in sequences of few keys too.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
                         std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, bool is_packed,
                         int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
-                        double softmax_scale, int64_t num_dbias_chunks) {
+                        double softmax_scale, int64_t num_dbias_chunks, bool invariant) {
   if (is_packed) {
     for (Tensor* x : {&dout, &q, &k, &v, &out}) as_entry(*x, 4);
     for (std::optional<Tensor>* x : {&dq, &dk, &dv}) as_entry(*x, 4);
@@ -218,7 +220,7 @@ void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tenso
   const std::optional<Tensor> no_table;
   const SequenceCall sequences{bounds, no_table, is_packed, bias_packing, most_q, most_k, left, right};
   const BackwardArguments arguments{"cuda_backward_sequences", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
-                                    dbias_sums, delta, softmax_scale, num_dbias_chunks, &sequences};
+                                    dbias_sums, delta, softmax_scale, num_dbias_chunks, invariant, &sequences};
   BackwardPass{arguments}.run();
 }
 
@@ -237,12 +239,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
-      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero) -> ()");
+      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero, "
+      "bool invariant=False) -> ()");
   m.def(
       "cuda_backward_sequences(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, bool is_packed, int bias_packing, int most_q, int most_k, int left, "
-      "int right, float softmax_scale, int num_dbias_chunks) -> ()");
+      "int right, float softmax_scale, int num_dbias_chunks, bool invariant=False) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }

@@ -49,6 +49,7 @@ struct BackwardArguments {
   const std::optional<Tensor>&dq, &dk, &dv, &dbias, &dbias_sums, &delta;
   double softmax_scale;
   int64_t num_dbias_chunks;
+  bool invariant = false;
   const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
   std::vector<Tensor> mask{};
   std::optional<Tensor> key_order{};
