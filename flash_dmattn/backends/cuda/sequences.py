@@ -73,7 +73,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
             rows = (read_q(q), read_k(k), read_v(v))
             results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
             dout = _aligned(dout) if dout.is_contiguous() else _rows(dout)
-            differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
+            chunks = num_dbias_chunks()
+            differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, chunks, flags.invariant)
         if delta is not None:
             delta = delta.masked_fill(lse == -torch.inf, 0.0)  # the kernel leaves rows of no sequence unwritten
         dbias = stored
