@@ -7,21 +7,26 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from out_of_tree import replaced
 
 import flash_dmattn
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
+from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch import config
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import SequenceSpec
+from flash_dmattn.problem import MaskView, SequenceSpec
+from flash_dmattn.problem.inputs import Inputs
 
 Q = (2, 4096, 16, 64)
 PER_SCORE = (2, 16, 4096, 4096)
@@ -676,6 +681,23 @@ def test_in_the_invariant_mode_no_length_decides(dim: int) -> None:
                 schedule = schedule_of(problem, rng.randint(1, 148))
                 assert (schedule.block_n, schedule.summed_pairs) == (128, 0) and not schedule.completes_dq, problem
                 assert schedule.is_ordered
+
+
+@pytest.mark.parametrize("window", ((-1, 0), (100, 0)))
+def test_in_the_invariant_mode_keys_stay_where_they_are(window: tuple[int, int]) -> None:
+    """One query of few heads: no keys are left out before its window, and no blocks of threads share the others."""
+    calls: list[tuple[Any, ...]] = []
+    kernels = Kernels(
+        lambda *call: calls.append(call), lambda *call: None, lambda *call: [], lambda *call: torch.empty(0)
+    )
+    q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta") for rows, heads in ((1, 4), (5000, 2)))
+    for is_invariant in (False, True):
+        with flash_dmattn.config(invariant=is_invariant):
+            problem = explained(q=tuple(q.shape), kv_heads=2, seqlen_k=5000, window_size=window).problem
+        with mock.patch.object(passes, "kernels", lambda: kernels):
+            passes.plan_forward(problem)(Inputs(q, k, k, MaskView(), None, None))
+    keys, splits = [call[1].shape[1] for call in calls], [call[12] for call in calls]
+    assert keys == [101 if window[0] > 0 else 5000, 5000] and splits == [0, 1]
 
 
 OTHER_CLASSES: dict[str, dict[str, Any]] = {
