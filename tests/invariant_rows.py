@@ -334,7 +334,7 @@ def unequal(wanted: Rows, result: Rows) -> dict[str, int]:
 
 
 def draw_class(rng: random.Random, backend: str) -> Class:
-    """Draw a class of the mode. Beside a scale of 3, loud rows have maxima whose rounding would show."""
+    """Draw a class of the mode. With a scale of 3 loud rows have maxima whose rounding would show."""
     window = rng.choice(((-1, -1), (-1, -1), (-1, -1), (90, 0), (1000, 0), (200, 60)))
     scale, is_causal = rng.choice((None, None, None, -0.1, 3.0)), window == (-1, -1) and rng.random() < 0.7
     head_dim, group, sink = rng.choice((64, 128)), rng.choice((1, 1, 3, 4)), rng.random() < 0.2

@@ -669,7 +669,7 @@ def draw_in_the_mode(rng: random.Random, dim: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dim", (64, 128))
 def test_in_the_invariant_mode_no_length_decides(dim: int) -> None:
-    """Neither the backend, nor anything of the schedule that changes bits, on GPUs of every size."""
+    """The backend and all of the schedule that changes bits are the same, on GPUs of every size."""
     rng = random.Random(dim)
     with flash_dmattn.config(invariant=True):
         for _ in range(150):

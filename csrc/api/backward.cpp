@@ -176,8 +176,7 @@ namespace {
 // tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys. A bias by distance has a
 // contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq),
 // for gradients that the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many
-// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose. invariant: with deterministic, and
-// without a mask and a bias: the gradients of a sequence are summed alike in every call that has it.
+// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
@@ -203,8 +202,7 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
 // Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too,
 // mean the same. dbias: of a bias per query and key, written whole. The main kernel writes it if it has one for each
 // sequence and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts
-// as zeros. delta: in the shape of lse. Alone it takes no main kernel. invariant: sums have one order, and delta comes from
-// out in sequences of few keys too.
+// as zeros. delta: in the shape of lse. Alone it takes no main kernel.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,

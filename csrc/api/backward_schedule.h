@@ -10,7 +10,8 @@
 
 namespace flash_dmattn {
 
-// The facts that a schedule depends on. Sizes of tensors that are absent are 0.
+// The facts that a schedule depends on. Sizes of tensors that are absent are 0. How an invariant call sums goes by no size and
+// by no number of SMs.
 struct BackwardCall {
   int64_t batch, num_heads, num_heads_k, seqlen_q, seqlen_k;
   int64_t head_dim, head_dim_v;            // of the kernel instance
@@ -25,7 +26,7 @@ struct BackwardCall {
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
   bool has_key_bias;                       // a bias of one value per key
   bool has_bias;                           // of one value per key, per query and key, or per distance
-  bool is_invariant;                       // sums of a sequence go by no size of the call, and by no number of SMs
+  bool is_invariant;
 };
 
 constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time

@@ -48,6 +48,7 @@ _PROJECTED_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[kernels-1
 _STATISTICS = "tests/test_statistics.py::"
 _ROWS = "tests/test_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
 _PLANNED = "tests/test_invariance.py::test_nothing_around_a_row_decides_its_bits"
+_CUDA_ROWS = "tests/test_cuda_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
 _NO_LENGTH = "tests/test_cuda_rules.py::test_in_the_invariant_mode_no_length_decides"
 _PLACES = "tests/test_cuda_rules.py::test_in_the_invariant_mode_keys_stay_where_they_are"
 _LIST_TILES = "tests/test_list_tiles.py::"
@@ -1449,6 +1450,41 @@ _CSRC = (
         "{kRaggedRows - number + row, kRaggedRows, first + number}",
         "{kRaggedRows - number + row - kTile, kRaggedRows, first + number + kTile}",
         (f"{_SEQUENCES}test_every_bias[none-cuda]",),
+    ),
+    Fault(
+        "a row raises its maximum where another row of its warp has to",
+        "csrc/sm90/forward/consumer.h",
+        "const bool raises = !(top <= threshold[r]);",
+        "const bool raises = top > -INFINITY;",
+        (f"{_CUDA_ROWS}[21-cuda]",),
+    ),
+    Fault(
+        "a row subtracts its maximum exactly where another row of its warp has to",
+        "csrc/sm90/forward/consumer.h",
+        "has_great_shift(row_max[r]);\n        shift[r]",
+        "is_great;\n        shift[r]",
+        (f"{_CUDA_ROWS}[1-cuda]",),
+    ),
+    Fault(
+        "delta of sequences of few keys is summed from scores in the mode",
+        "csrc/api/backward.cpp",
+        "sequences != nullptr && !args.invariant",
+        "sequences != nullptr",
+        (f"{_CUDA_ROWS}[2-cuda]",),
+    ),
+    Fault(
+        "a block takes two key tiles in the mode, where it has few",
+        "csrc/api/backward_schedule.h",
+        "!call.is_invariant &&",
+        "",
+        (f"{_NO_LENGTH}[64]",),
+    ),
+    Fault(
+        "dk and dv of a group are sums of heads in the mode, where there are few tiles",
+        "csrc/api/backward_schedule.h",
+        "call.is_invariant || ",
+        "",
+        (f"{_NO_LENGTH}[64]",),
     ),
     Fault(
         "a gap after those that the warps begin with is left",

@@ -29,7 +29,7 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  bool has_negative, is_great;  // some threshold of the warp's rows is negative; some row is great, see softmax
+  bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
   // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
   // negative, or NaN, as it is of great rows.
   static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;

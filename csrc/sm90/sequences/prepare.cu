@@ -47,7 +47,7 @@ __device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int
 }
 
 // A prefix sum over sequences, and a counting sort of the tiles by the length of their walks. Where additions have an
-// order, tiles wait for those of later keys of their sequence, which have to come before them: there is no sort then.
+// order, a tile waits for the tiles of later keys of its sequence. They have to come before it, so there is no sort then.
 __device__ __forceinline__ void list_works(const ListWorksParams& p) {
   __shared__ int buckets[kBuckets], warp_sums[32];
   const int thread = threadIdx.x;

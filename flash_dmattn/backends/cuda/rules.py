@@ -107,8 +107,8 @@ _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward
 _RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
-# What the invariant mode leaves to triton. Only facts decide that a sampler and a trainer share, no length and no
-# layout. So kernels of dense calls and of sequences have to sum alike.
+# The invariant mode leaves these calls to triton. Only facts decide that a sampler and a trainer share,
+# so no length and no layout. Kernels of dense calls and of sequences have to sum alike.
 _NOT_INVARIANT: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
     ("a mask", lambda p: p.mask_form != "none"),
     ("a bias", lambda p: p.bias_tensor is not None),

@@ -7,14 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...gradients import (
-    allocate_outputs,
-    contiguous_strides,
-    key_gradient,
-    new_like,
-    sequence_query_gradient,
-    zero_gradients,
-)
+from ...gradients import allocate_outputs, key_gradient, new_like, sequence_query_gradient, zero_gradients
 from ...problem import AttentionProblem, Gradients, Packing, SequenceSpec, fits_tma
 from ...problem.inputs import Inputs, Saved
 from ...reference.sinks import sink_gradient
@@ -44,12 +37,12 @@ def _plan_group_rows(p: AttentionProblem) -> Forward:
     assert spec is not None
     group, rows_q = p.num_heads // heads_k, spec.rows_q
     rows = spec._replace(rows_q=rows_q * group, max_seqlen_q=group)
-    shape = (1 if spec.packs_queries else spec.number, rows.rows_q, heads_k, p.head_dim)
+    row, head = heads_k * p.head_dim, p.head_dim
     attend = _plan_forward(
         p._replace(
             seqlen_q=group,
             num_heads=heads_k,
-            q_strides=contiguous_strides(shape),
+            q_strides=(rows.rows_q * row, row, head, 1),
             is_causal=False,
             window_size=(-1, -1),
             flags=p.flags._replace(left=-1, right=-1, sequences=rows),
