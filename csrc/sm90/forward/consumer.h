@@ -249,6 +249,12 @@ struct Consumer {
     return top < __float_as_uint(bound);
   }
 
+  // Whether a rounded shift would be wrong by up to 2^-14, half of what fp16 rounds p by, or more.
+  __device__ __forceinline__ bool has_great_shift(float maximum) const {
+    constexpr float kGreatShift = 1024.0f;
+    return fabsf(maximum * (p.scale * kLog2e)) > kGreatShift;
+  }
+
   // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the row
   // exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only if the warp has
   // such a row do the threads of a quad exchange maxima. The warp votes on what it computes and not on any value: a row's
@@ -312,13 +318,7 @@ struct Consumer {
     return needs_rescale;
   }
 
-  // Whether a rounded shift would be wrong by up to 2^-14, half of what fp16 rounds p by, or more.
-  __device__ __forceinline__ bool has_great_shift(float maximum) const {
-    constexpr float kGreatShift = 1024.0f;
-    return fabsf(maximum * (p.scale * kLog2e)) > kGreatShift;
-  }
-
-  // Raises row_max of each row that needs it to the greatest score so far, with all that follows from it.
+  // Raises row_max to the greatest score so far, with all that follows from it.
   __device__ __forceinline__ void raise_maxima(const float (&scores)[kScores], float (&rescale)[2]) {
     constexpr float kSlack = 8.0f;
     constexpr float kAlwaysExceeded = NAN;
@@ -333,7 +333,7 @@ struct Consumer {
         top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       }
       top = quad_max(top);
-      const bool raises = !(top <= threshold[r]);
+      const bool raises = !(top <= threshold[r]);  // not because another row does
       // A row with no key so far has a row_sum of 0, and out may be rescaled by anything.
       rescale[r] = raises ? exp2_approx((before - top) * scale) : 1.0f;
       row_sum[r] *= rescale[r];
