@@ -346,11 +346,9 @@ def _leaves_class(problem: AttentionProblem) -> bool:
 
     If cuda refuses the layout of one such call, triton may not run it either: it would have other bits than the others.
     """
-    return (
-        has_invariant_class(problem)
-        and cuda.name in BACKENDS
-        and (cuda.name not in disabled() and (problem.is_hypothetical or works(cuda.name)))
-    )
+    if not has_invariant_class(problem) or cuda.name not in BACKENDS or cuda.name in disabled():
+        return False
+    return problem.is_hypothetical or works(cuda.name)
 
 
 def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "backward")) -> Rule:

@@ -25,7 +25,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 def _has_group_rows(p: AttentionProblem) -> bool:
     """Return whether the heads of a group become rows of one tile: where an invariant call decodes one query each.
 
-    The one query sees all keys then, so the rows need no band. Other calls of one query run on triton.
+    The one query sees all keys then, so the rows need no band. With a window or a sink keys are loaded for each head.
     """
     is_plain = p.bias_tensor is None and p.sink is None
     return p.flags.invariant and is_plain and p.seqlen_q == 1 and p.window[0] < 0 and p.num_heads > p.num_heads_k
