@@ -133,7 +133,7 @@ using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
   BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                     sizes[10], sizes[11], flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0,
-                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0, flags[9] != 0};
+                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0, flags[9] != 0, flags[10] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const DbiasSchedule of_dbias =
@@ -186,6 +186,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         shares,
         p.bias_class == "key",
         p.bias is not None and not p.bias.broadcast()[3],
+        p.flags.invariant,
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)

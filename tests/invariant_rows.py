@@ -3,8 +3,10 @@
 Each draw takes a sequence, computes it alone, and again in one random surrounding: in a batch, packed, padded, in
 pages, as a chunk, with fewer heads, or beside other rows. Unused memory is NaN, and neighbours are ten times as large.
 At the end it prints the draws, the rows of a head that it compared, and how many values have other bits: 0 is right.
-The exit status is 1 otherwise. It needs a GPU that the triton backend runs on;
-`interpreted_rows.py` makes the same comparisons in Triton's interpreter. docs/invariance.md says what is promised.
+The exit status is 1 otherwise. It needs a GPU that the backend runs on, triton or with `--backend cuda` cuda.
+`interpreted_rows.py` makes the same comparisons in Triton's interpreter, and `test_cuda_invariance.py` on the emulated
+GPU.
+docs/invariance.md says what is promised.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +63,7 @@ class Class:
     sink: bool = False
     mask: bool = False
     bias: str = ""  # "key" or "score"
+    backend: str = "triton"
 
     @property
     def looks_back(self) -> bool:
@@ -106,7 +109,7 @@ def draw_sequence(own: Class, length: int, device: str, like: Sequence | None = 
 
 
 def attend(own: Class, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, bias: Tensor | None, **more: Any) -> Rows:
-    """Call triton in the mode: out, lse and gradients in the shapes of the call; without dout no gradients."""
+    """Call the backend in the mode: out, lse and gradients in the shapes of the call; without dout no gradients."""
     needed = [x.detach().requires_grad_() if dout is not None and x is not None else x for x in (q, k, v, bias)]
     with flash_dmattn.config(invariant=True), torch.set_grad_enabled(dout is not None):
         out, lse = flash_dmattn.attention(
@@ -117,7 +120,7 @@ def attend(own: Class, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, bia
             softcap=own.softcap,
             softmax_scale=own.scale,
             return_lse=True,
-            backend="triton",
+            backend=own.backend,
             **more,
         )
         if dout is None:
@@ -330,18 +333,21 @@ def unequal(wanted: Rows, result: Rows) -> dict[str, int]:
     return counts
 
 
-def draw_class(rng: random.Random) -> Class:
-    """Draw a class of the mode."""
+def draw_class(rng: random.Random, backend: str) -> Class:
+    """Draw a class of the mode. With a scale of 3 loud rows have maxima whose rounding would show."""
     window = rng.choice(((-1, -1), (-1, -1), (-1, -1), (90, 0), (1000, 0), (200, 60)))
-    scale = rng.choice((None, None, None, -0.1))
+    scale, is_causal = rng.choice((None, None, None, -0.1, 3.0)), window == (-1, -1) and rng.random() < 0.7
+    head_dim, group, sink = rng.choice((64, 128)), rng.choice((1, 1, 3, 4)), rng.random() < 0.2
+    if backend == "cuda":
+        return Class(head_dim, group, 2, torch.bfloat16, is_causal, window, 0.0, scale, sink, backend=backend)
     return Class(
-        head_dim=rng.choice((64, 128)),
-        group=rng.choice((1, 1, 4)),
-        is_causal=window == (-1, -1) and rng.random() < 0.7,
+        head_dim=head_dim,
+        group=group,
+        is_causal=is_causal,
         window=window,
         softcap=rng.choice((0.0, 0.0, 0.0, 20.0)),
         scale=scale,
-        sink=rng.random() < 0.2,
+        sink=sink,
         mask=rng.random() < 0.25,
         bias=rng.choice(("", "", "", "key", "score")),
     )
@@ -351,31 +357,44 @@ def draw_class(rng: random.Random) -> Class:
 LENGTHS = (2, 31, 200, 512, 1000, 2048, 2049, 3100, 4500)
 
 
-def draws(number: int, seed: int, device: str) -> Iterator[tuple[str, Class, int, Rows, dict[str, int]]]:
-    """Yield the surrounding, the class, the length, the results and the counts of draws."""
-    for each in range(number):
-        rng = random.Random(seed * 10**6 + each)
-        torch.manual_seed(seed * 10**6 + each)
-        own, name, length = draw_class(rng), rng.choice(list(SURROUNDINGS)), rng.choice(LENGTHS)
-        wanted, result = SURROUNDINGS[name](draw_sequence(own, length, device), rng)
-        yield name, own, length, result, unequal(wanted, result)
+class Drawn(NamedTuple):
+    """A draw: its surrounding, class and length, the results, and how many values of each have other bits."""
+
+    name: str
+    own: Class
+    length: int
+    rows: Rows
+    counts: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.name}, length {self.length}, {self.own}: {self.counts}"
+
+
+def draw(seed: int, device: str, backend: str, lengths: tuple[int, ...] = LENGTHS) -> Drawn:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    own, name, length = draw_class(rng, backend), rng.choice(list(SURROUNDINGS)), rng.choice(lengths)
+    wanted, result = SURROUNDINGS[name](draw_sequence(own, length, device), rng)
+    return Drawn(name, own, length, result, unequal(wanted, result))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", type=int, nargs="?", default=10_000, help="draws")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further draw begins")
     chosen = parser.parse_args()
     begin, count, rows, values, different = time.monotonic(), 0, 0, 0, 0
     by_name: dict[str, int] = {}
-    for name, own, length, result, counts in islice(draws(chosen.number, chosen.seed, "cuda"), chosen.number):
-        count, rows = count + 1, rows + result.out.shape[0] * result.out.shape[1]
-        values += sum(x.numel() for x in result if x is not None)
-        different += sum(counts.values())
-        by_name[name] = by_name.get(name, 0) + 1
-        if any(counts.values()):
-            print(f"{name}, length {length}, {own}: {counts}", flush=True)
+    for each in range(chosen.number):
+        drawn = draw(chosen.seed * 10**6 + each, "cuda", chosen.backend)
+        count, rows = count + 1, rows + drawn.rows.out.shape[0] * drawn.rows.out.shape[1]
+        values += sum(x.numel() for x in drawn.rows if x is not None)
+        different += sum(drawn.counts.values())
+        by_name[drawn.name] = by_name.get(drawn.name, 0) + 1
+        if any(drawn.counts.values()):
+            print(drawn, flush=True)
         if time.monotonic() - begin > chosen.budget:
             break
     print(f"{count} draws, {rows} rows of a head, {values} values: {different} with other bits")

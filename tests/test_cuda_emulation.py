@@ -111,6 +111,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "layouts": (2, ("test_cuda_backward.py::test_dout_in_a_layout_of_its_own",)),
     "lists of tiles": (0, ("test_list_tiles.py::test_calls_on_cuda_are_those_of_the_mask",)),
     "whole tiles of keys": (8, ("test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads",)),
+    "the invariant mode": (48, ("test_cuda_invariance.py",)),
     "long walks": (1, ("test_cuda_backward.py::test_long_walks",)),
 }
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from out_of_tree import replaced
 
 import flash_dmattn
+from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
+from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch import config
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import SequenceSpec
+from flash_dmattn.problem import MaskView, SequenceSpec
+from flash_dmattn.problem.inputs import Inputs
 
 Q = (2, 4096, 16, 64)
 PER_SCORE = (2, 16, 4096, 4096)
@@ -644,3 +650,94 @@ def test_chunks_have_room_and_work(
         assert actual.chunks * 4 <= batch * heads, "a chunk has less than four heads"
         tiles = -(-seqlen_q // 128) * -(-seqlen_k // 128)
         assert tiles * actual.chunks <= 8 * num_sms
+
+
+def draw_in_the_mode(rng: random.Random, dim: int) -> dict[str, Any]:
+    """Draw a call of the class that cuda has: batch, heads, lengths, layout and gradients."""
+    batch, heads_k, group = rng.randint(1, 64), rng.choice((1, 2, 8)), rng.choice((1, 3, 4))
+    queries, keys = (rng.choice((1, 2, 32, 64, 256, rng.randint(1, 20_000))) for _ in "qk")
+    layout = rng.choice(("dense", "packed", "padded", "paged"))
+    call = {"kv_heads": heads_k, "is_causal": rng.random() < 0.5, "grad": layout != "paged" and rng.random() < 0.5}
+    entries, rows = (1, batch * queries) if layout == "packed" else (batch, queries)
+    page = {"page_size": rng.choice((16, 64, 256))} if layout == "paged" else {}
+    if layout != "dense":
+        all_keys = batch * keys if layout == "packed" else keys
+        call["sequences"] = SequenceSpec(layout, batch, rows, all_keys, queries, keys, **page)  # type: ignore[arg-type]
+        keys = page.get("page_size", all_keys)
+    return {**call, "q": (entries, rows, heads_k * group, dim), "seqlen_k": keys}
+
+
+@pytest.mark.parametrize("dim", (64, 128))
+def test_in_the_invariant_mode_no_length_decides(dim: int) -> None:
+    """The backend and all of the schedule that changes bits are the same, on GPUs of every size."""
+    rng = random.Random(dim)
+    with flash_dmattn.config(invariant=True):
+        for _ in range(150):
+            call = draw_in_the_mode(rng, dim)
+            explanation = explained(**call)
+            problem = explanation.problem
+            assert (explanation.forward, explanation.backward) == ("cuda", "cuda" if call["grad"] else None), problem
+            if call["grad"] and problem.sequences is None:
+                schedule = schedule_of(problem, rng.randint(1, 148))
+                assert (schedule.block_n, schedule.summed_pairs) == (128, 0) and not schedule.completes_dq, problem
+                assert schedule.is_ordered
+
+
+@pytest.mark.parametrize("window", ((-1, 0), (100, 0)))
+def test_in_the_invariant_mode_keys_stay_where_they_are(window: tuple[int, int]) -> None:
+    """One query of few heads: no keys are left out before its window, and no blocks of threads share the others."""
+    calls: list[tuple[Any, ...]] = []
+    kernels = Kernels(
+        lambda *call: calls.append(call), lambda *call: None, lambda *call: [], lambda *call: torch.empty(0)
+    )
+    q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta") for rows, heads in ((1, 4), (5000, 2)))
+    for is_invariant in (False, True):
+        with flash_dmattn.config(invariant=is_invariant):
+            problem = explained(q=tuple(q.shape), kv_heads=2, seqlen_k=5000, window_size=window).problem
+        with mock.patch.object(passes, "kernels", lambda: kernels):
+            passes.plan_forward(problem)(Inputs(q, k, k, MaskView(), None, None))
+    keys, splits = [call[1].shape[1] for call in calls], [call[12] for call in calls]
+    assert keys == [101 if window[0] > 0 else 5000, 5000] and splits == [0, 1]
+
+
+OTHER_CLASSES: dict[str, dict[str, Any]] = {
+    "a mask": {"mask": (2, 1, 4096, 4096)},
+    "a bias": {"bias": (2, 16, 1, 4096)},
+    "a softcap": {"softcap": 20.0},
+    "a window of at most 32 keys": {"window_size": (31, 0)},
+    "head dims whose kernels are not those of sequences": {"q": (2, 4096, 16, 96)},
+    "odd head dims": {"q": (2, 4096, 16, 100)},
+    "fp32": {"dtype": "fp32"},
+    "another GPU": {"device": "sm_80"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_other_classes_of_the_invariant_mode_are_tritons(name: str) -> None:
+    with flash_dmattn.config(invariant=True):
+        explanation = explained(**OTHER_CLASSES[name], **GRADIENTS)
+        assert (explanation.forward, explanation.backward) == ("triton", "triton")
+        assert explained(**OTHER_CLASSES[name], backend="cuda").error is not None
+        assert explained(window_size=(32, 0), **GRADIENTS).forward == "cuda"
+
+
+def test_a_layout_that_cuda_refuses_leaves_its_class_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would run it with other bits than cuda has in other layouts. A caller may want triton for all of them."""
+    pages = {"seqlen_k": 48, "sequences": SequenceSpec("paged", 8, 1, 4096, 1, 4096, page_size=48)}
+    call = {"q": (8, 1, 16, 64), **pages}
+    assert explained(**call).forward == "triton"
+    with flash_dmattn.config(invariant=True):
+        error = explained(**call).error
+        assert error is not None and "cuda: pages have 48 keys" in error
+        assert "triton: config(invariant=True) is in force, and calls of this class have the bits of cuda" in error
+        assert explained(**call, backend="triton").forward == "triton"
+        assert explained(**call, softcap=20.0).forward == "triton"
+        with flash_dmattn.config(disabled="cuda"):
+            assert explained(**call).forward == "triton"
+
+
+def test_price_and_order_of_the_invariant_mode_are_explained() -> None:
+    with flash_dmattn.config(invariant=True):
+        text = str(explained(is_causal=True, **GRADIENTS))
+    assert "backend='auto' runs cuda" in text and "is invariant: a row's bits depend on the row alone" in text
+    assert "without it cuda forward, cuda backward would run" in text

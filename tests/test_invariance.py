@@ -217,11 +217,12 @@ def test_a_refusal_names_what_the_mode_lacks(name: str) -> None:
 def test_other_backends_refuse_with_one_reason_and_explain_names_the_price() -> None:
     with flash_dmattn.config(invariant=True):
         explained = explain_problem((2, 4096, 16, 64), is_causal=True, grad=True)
-    assert (explained.forward, explained.backward) == ("triton", "triton")
-    for verdict in explained.verdicts:
+        with_a_softcap = explain_problem((2, 4096, 16, 64), softcap=20.0, grad=True)
+    assert (with_a_softcap.forward, with_a_softcap.backward) == ("triton", "triton")
+    for verdict in with_a_softcap.verdicts:
         if verdict.backend != "triton":
-            assert [reason.code for reason in verdict.reasons] == ["invariant"], verdict
-    assert "without it cuda forward, cuda backward would run" in str(explained)
+            assert next(reason.code for reason in verdict.reasons) == "invariant", verdict
+    assert "without it cuda forward, cuda backward would run" in str(with_a_softcap)
     assert "is invariant" in str(explained) and ", invariant, deterministic," in str(explained.problem)
 
 

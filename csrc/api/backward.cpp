@@ -72,7 +72,7 @@ void BackwardPass::run() {
   clear_dbias();
   if (schedule.is_ordered && has_mask) order_lists();
   check(kernels.rows(rows, stream), op, "launching the kernel of the rows");
-  if (sequences != nullptr) sum_delta();
+  if (sequences != nullptr && !args.invariant) sum_delta();
   if (writer == DbiasWriter::kSharedDbias) store_shared_dbias();
   if (summed.count() > 0) sum_diagonals();
   if (runs_main_kernel) {
@@ -183,9 +183,9 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
                      std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, std::optional<Tensor> delta,
                      int64_t low, int64_t high, double softmax_scale, double softcap, bool deterministic,
                      int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p, int64_t outside,
-                     int64_t zero) {
+                     int64_t zero, bool invariant) {
   BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
-                              dbias_sums, delta, softmax_scale, num_dbias_chunks};
+                              dbias_sums, delta, softmax_scale, num_dbias_chunks, invariant};
   arguments.mask = std::move(mask);
   arguments.key_order = std::move(key_order);
   arguments.low = low;
@@ -208,7 +208,7 @@ void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tenso
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
                         std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, bool is_packed,
                         int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
-                        double softmax_scale, int64_t num_dbias_chunks) {
+                        double softmax_scale, int64_t num_dbias_chunks, bool invariant) {
   if (is_packed) {
     for (Tensor* x : {&dout, &q, &k, &v, &out}) as_entry(*x, 4);
     for (std::optional<Tensor>* x : {&dq, &dk, &dv}) as_entry(*x, 4);
@@ -218,7 +218,7 @@ void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tenso
   const std::optional<Tensor> no_table;
   const SequenceCall sequences{bounds, no_table, is_packed, bias_packing, most_q, most_k, left, right};
   const BackwardArguments arguments{"cuda_backward_sequences", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
-                                    dbias_sums, delta, softmax_scale, num_dbias_chunks, &sequences};
+                                    dbias_sums, delta, softmax_scale, num_dbias_chunks, invariant, &sequences};
   BackwardPass{arguments}.run();
 }
 
@@ -237,12 +237,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
-      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero) -> ()");
+      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero, "
+      "bool invariant=False) -> ()");
   m.def(
       "cuda_backward_sequences(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, bool is_packed, int bias_packing, int most_q, int most_k, int left, "
-      "int right, float softmax_scale, int num_dbias_chunks) -> ()");
+      "int right, float softmax_scale, int num_dbias_chunks, bool invariant=False) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }

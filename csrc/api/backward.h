@@ -49,6 +49,9 @@ struct BackwardArguments {
   const std::optional<Tensor>&dq, &dk, &dv, &dbias, &dbias_sums, &delta;
   double softmax_scale;
   int64_t num_dbias_chunks;
+  // The gradients of a sequence are summed alike in every call that has it. Calls of such kind are deterministic, and have
+  // no mask and no bias.
+  bool invariant = false;
   const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
   std::vector<Tensor> mask{};
   std::optional<Tensor> key_order{};

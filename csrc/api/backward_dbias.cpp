@@ -46,6 +46,7 @@ void BackwardPass::choose_writer(int device) {
   call.is_banded = is_banded;
   call.takes_plain_kernels = args.softcap > 0 || args.dropout_key.has_value() || args.outside != kNotByDistance;
   call.is_deterministic = args.deterministic;
+  call.is_invariant = args.invariant;
   call.needs_dq = args.dq.has_value();
   call.needs_dk_or_dv = args.dk.has_value() || args.dv.has_value();
   const SequenceParams& of = params.sequences;

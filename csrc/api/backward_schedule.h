@@ -10,7 +10,8 @@
 
 namespace flash_dmattn {
 
-// The facts that a schedule depends on. Sizes of tensors that are absent are 0.
+// The facts that a schedule depends on. Sizes of tensors that are absent are 0. How an invariant call sums goes by no size and
+// by no number of SMs.
 struct BackwardCall {
   int64_t batch, num_heads, num_heads_k, seqlen_q, seqlen_k;
   int64_t head_dim, head_dim_v;            // of the kernel instance
@@ -25,6 +26,7 @@ struct BackwardCall {
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
   bool has_key_bias;                       // a bias of one value per key
   bool has_bias;                           // of one value per key, per query and key, or per distance
+  bool is_invariant;
 };
 
 constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
@@ -214,7 +216,7 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
   const int64_t group = call.num_heads / call.num_heads_k;
   if (call.has_key_order) return 0;  // the kernel of the sums puts dk and dv in the order of keys
-  if (group == 1 || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
+  if (group == 1 || call.is_invariant || tiles >= kEnoughTilesPerSm * num_sms) return pairs_k;
   if (call.is_deterministic) return schedule.is_ordered ? 0 : pairs_k;
   const bool has_mask = call.mask_batch > 0, is_banded = call.is_banded && !has_mask;
   const int64_t waves = is_banded ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
@@ -253,6 +255,7 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles_k = ceil_div(call.seqlen_k, kTile);
   const bool has_mask = call.mask_batch > 0;
   const bool takes_two = !has_mask && !call.is_banded && !call.takes_plain_kernels && !call.has_key_bias &&
+                         !call.is_invariant &&
                          has_two_key_tiles(call.head_dim, call.head_dim_v) &&
                          (pays_to_take_two(pairs_k, tiles_k, num_sms) ||  // of whole groups, or of single heads
                           pays_to_take_two(call.batch * call.num_heads, tiles_k, num_sms));

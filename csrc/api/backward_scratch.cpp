@@ -75,6 +75,7 @@ Sections BackwardPass::sections(int64_t count, int64_t heads) const {
 void BackwardPass::list_tiles() {
   SequenceParams& of = params.sequences;
   schedule.block_n = kTile;
+  schedule.is_ordered = args.invariant && args.dq.has_value();
   block_m = backward_block_m(kernels.head_dim, kernels.head_dim_v, kTile);
   const int64_t all_q = sizes.batch * sizes.seqlen_q, all_k = sizes.batch * sizes.seqlen_k;
   const int64_t tiles = most_blocks(entries, all_k, of.most_k, kTile), padded_tiles = all_q / kTile + entries;
@@ -89,7 +90,8 @@ void BackwardPass::list_tiles() {
   add(args.dq, false);
   add(args.dk, true);
   add(args.dv, true);
-  works = list_works(op, args.q, entries, true, kTile, tiles, padded_tiles, gaps, num_sms, of, nullptr, stream);
+  works = list_works(op, args.q, entries, true, kTile, tiles, padded_tiles, gaps, num_sms, of, nullptr, stream,
+                     schedule.is_ordered);
   const int64_t head_bytes = all_q * row_bytes() * params.heads_per_group;
   of.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, sizes.num_heads_k));
 }

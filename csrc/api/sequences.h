@@ -140,9 +140,11 @@ inline GapsOf gaps_of(const torch::stable::Tensor& x, bool are_keys, const Seque
 // Lists the work tiles of a pass, blocks of so many rows, at most `blocks`; the tensor that is returned holds them. The
 // forward pass also gets a counter, which is 0. The backward pass, where padded_tiles > 0, gets the sequence of each
 // padded tile. The same kernel writes the rows of results that no sequence has, `gaps`, where no later kernel writes.
+// is_ordered: as in ListWorksParams.
 inline torch::stable::Tensor list_works(const char* op, const torch::stable::Tensor& like, int64_t number, bool by_keys,
                                         int64_t rows, int64_t blocks, int64_t padded_tiles, const FillGapsParams& gaps,
-                                        int num_sms, SequenceParams& params, int** counter, cudaStream_t stream) {
+                                        int num_sms, SequenceParams& params, int** counter, cudaStream_t stream,
+                                        bool is_ordered = false) {
   // Pairs of integers start on 8 bytes: the list of works comes first.
   torch::stable::Tensor memory =
       empty(like, {2 * blocks + 2 + number + padded_tiles}, torch::headeronly::ScalarType::Int);
@@ -152,6 +154,7 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
   list.sequences = params;
   list.number = static_cast<int>(number);
   list.by_keys = by_keys;
+  list.is_ordered = is_ordered;
   list.rows = static_cast<int>(rows);
   list.works = reinterpret_cast<int2*>(start);
   list.num_works = start + 2 * blocks;

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..backends.cuda.backend import BACKEND as cuda
+from ..backends.cuda.rules import has_invariant_class
 from ..backends.protocol import Backend, Direction, Reason, Rule, all_hold
 from ..backends.sdpa.backend import BACKEND as sdpa
 from ..backends.sdpa.backend import leads_in_fp32
@@ -325,9 +326,9 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
     """Return the rules of auto for a backend: its built-in ones, or with a profile also the refusals of the profile."""
     name, rules = backend.name, backend.auto_rules
-    is_alone = problem.flags.invariant and backend.is_invariant  # no other backend has the mode, so none is faster
-    if is_alone and (judged is None or name not in judged.wrong):
-        return ()
+    # In the mode the class of a call decides, and speed nothing.
+    if problem.flags.invariant and backend.is_invariant and (judged is None or name not in judged.wrong):
+        return (_CLASS_OF_CUDA,) if name == triton.name and _leaves_class(problem) else ()
     if not goes_by_profile(problem):
         return rules
     if name == triton.name:
@@ -340,6 +341,16 @@ def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | 
     return (*rules, *(_refusal(name, why, passes) for refused_name, why, passes in refused if refused_name == name))
 
 
+def _leaves_class(problem: AttentionProblem) -> bool:
+    """Return whether cuda has the class of a call in the invariant mode.
+
+    If cuda refuses the layout of one such call, triton may not run it either: it would have other bits than the others.
+    """
+    if not has_invariant_class(problem) or cuda.name not in BACKENDS or cuda.name in disabled():
+        return False
+    return problem.is_hypothetical or works(cuda.name)
+
+
 def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "backward")) -> Rule:
     return Rule("profile", lambda p: False, lambda p: why, f'backend="{name}" runs it all the same', passes)
 
@@ -349,6 +360,12 @@ _UNMEASURED = Rule(
     lambda p: False,
     lambda p: f"the GPU is {p.arch}, where nobody has compared the kernels with others; {why_unjudged(p)}",
     f'{COMMAND} does, for auto to take them where they are faster; backend="triton" runs it now',
+)
+_CLASS_OF_CUDA = Rule(
+    "class",
+    lambda p: False,
+    lambda p: "config(invariant=True) is in force, and calls of this class have the bits of cuda",
+    'backend="triton" for all calls that have to agree, or config(disabled="cuda")',
 )
 _NO_FIGURES = _refusal(
     cuda.name, "FLASH_DMATTN_RULES=profile leaves the choice to a profile, and those have no figures of this backend"

@@ -51,6 +51,9 @@ _GATHER_KERNELS = f"{_PROJECTED}test_the_kernels_in_the_interpreter[gathers-10]"
 _STATISTICS = "tests/test_statistics.py::"
 _ROWS = "tests/test_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
 _PLANNED = "tests/test_invariance.py::test_nothing_around_a_row_decides_its_bits"
+_CUDA_ROWS = "tests/test_cuda_invariance.py::test_rows_have_equal_bits_in_many_surroundings"
+_NO_LENGTH = "tests/test_cuda_rules.py::test_in_the_invariant_mode_no_length_decides"
+_PLACES = "tests/test_cuda_rules.py::test_in_the_invariant_mode_keys_stay_where_they_are"
 _LIST_TILES = "tests/test_list_tiles.py::"
 _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
 _LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
@@ -266,16 +269,51 @@ _PYTHON = (
     Fault(
         "auto leaves out a slow kernel where no other has the mode",
         "flash_dmattn/dispatch/selection.py",
-        "if is_alone and (judged is None or name not in judged.wrong):",
-        "if False:",
+        "backend.is_invariant and (judged is None or name not in judged.wrong):",
+        "False:",
         ("tests/test_invariance.py::test_speed_decides_nothing_where_one_backend_has_the_mode[slow]",),
     ),
     Fault(
         "auto takes a kernel of the mode that a profile calls wrong",
         "flash_dmattn/dispatch/selection.py",
-        "if is_alone and (judged is None or name not in judged.wrong):",
-        "if is_alone:",
+        "backend.is_invariant and (judged is None or name not in judged.wrong):",
+        "backend.is_invariant:",
         ("tests/test_invariance.py::test_speed_decides_nothing_where_one_backend_has_the_mode[wrong]",),
+    ),
+    Fault(
+        "triton runs a layout that cuda refuses in the mode, with other bits than the class has",
+        "flash_dmattn/dispatch/selection.py",
+        "return (_CLASS_OF_CUDA,) if name == triton.name and _leaves_class(problem) else ()",
+        "return ()",
+        ("tests/test_cuda_rules.py::test_a_layout_that_cuda_refuses_leaves_its_class_to_nobody",),
+    ),
+    Fault(
+        "the number of keys decides who computes gradients in the mode",
+        "flash_dmattn/backends/cuda/rules.py",
+        "p.flags.invariant or not 0 < _most_keys(p) <= _FEW_KEYS",
+        "not 0 < _most_keys(p) <= _FEW_KEYS",
+        (f"{_NO_LENGTH}[64]",),
+    ),
+    Fault(
+        "cuda has a class whose sequences have other kernels than dense calls",
+        "flash_dmattn/backends/cuda/rules.py",
+        " or _instance(p) != _sequence_instance(p)",
+        "",
+        ("tests/test_cuda_rules.py::test_other_classes_of_the_invariant_mode_are_tritons",),
+    ),
+    Fault(
+        "cuda shares the keys of a row out by the number of SMs in the mode",
+        "flash_dmattn/backends/cuda/passes.py",
+        "1 if is_invariant else NUM_KV_SPLITS",
+        "NUM_KV_SPLITS",
+        (f"{_PLACES}[window0]",),
+    ),
+    Fault(
+        "one query leaves out keys before its window in the mode, so that blocks begin elsewhere",
+        "flash_dmattn/backends/cuda/group_rows.py",
+        "if p.flags.invariant and first > 0:",
+        "if False:",
+        (f"{_PLACES}[window1]",),
     ),
     Fault(
         "sums of many rows overflow float16",
@@ -1592,6 +1630,41 @@ _CSRC = (
         "{kRaggedRows - number + row, kRaggedRows, first + number}",
         "{kRaggedRows - number + row - kTile, kRaggedRows, first + number + kTile}",
         (f"{_SEQUENCES}test_every_bias[none-cuda]",),
+    ),
+    Fault(
+        "a row raises its maximum where another row of its warp has to",
+        "csrc/sm90/forward/consumer.h",
+        "const bool raises = !(top <= threshold[r]);",
+        "const bool raises = top > -INFINITY;",
+        (f"{_CUDA_ROWS}[21-cuda]",),
+    ),
+    Fault(
+        "a row subtracts its maximum exactly where another row of its warp has to",
+        "csrc/sm90/forward/consumer.h",
+        "has_great_shift(row_max[r]);\n        shift[r]",
+        "is_great;\n        shift[r]",
+        (f"{_CUDA_ROWS}[1-cuda]",),
+    ),
+    Fault(
+        "delta of sequences of few keys is summed from scores in the mode",
+        "csrc/api/backward.cpp",
+        "sequences != nullptr && !args.invariant",
+        "sequences != nullptr",
+        (f"{_CUDA_ROWS}[2-cuda]",),
+    ),
+    Fault(
+        "a block takes two key tiles in the mode, where it has few",
+        "csrc/api/backward_schedule.h",
+        "!call.is_invariant &&",
+        "",
+        (f"{_NO_LENGTH}[64]",),
+    ),
+    Fault(
+        "dk and dv of a group are sums of heads in the mode, where there are few tiles",
+        "csrc/api/backward_schedule.h",
+        "call.is_invariant || ",
+        "",
+        (f"{_NO_LENGTH}[64]",),
     ),
     Fault(
         "a gap after those that the warps begin with is left",

@@ -320,7 +320,9 @@ __device__ __forceinline__ Semaphore semaphore_of(const BackwardParams& p, const
   }
   bool needs_mask;
   const int block = item.walk.at(step, needs_mask);
-  return {p.dq_semaphore + head * query_blocks<Traits>(p) + block, count_predecessors<Traits>(p, item, step, block)};
+  int64_t first_block = head * query_blocks<Traits>(p);
+  if constexpr (Traits::kHasSequences) first_block = first_padded_tile_of(p, item) * (kTile / Traits::kBlockM);
+  return {p.dq_semaphore + first_block + block, count_predecessors<Traits>(p, item, step, block)};
 }
 
 // Fixes the order of additions, as one warp: key blocks add to dq from the last keys to the first, then the heads of a

@@ -159,8 +159,9 @@ __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const
     return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {
     // The last key block that the block's last query attends.
-    const int query = min((block + 1) * Traits::kBlockM, p.seqlen_q) - 1;
-    return min(query + p.high, p.seqlen_k - 1) / Traits::kBlockN - work.block_k;
+    const Extent of = extent_of(p, work);
+    const int query = min((block + 1) * Traits::kBlockM, of.seqlen_q) - 1;
+    return min(query + of.high, of.seqlen_k - 1) / Traits::kBlockN - work.block_k;
   }
 }
 

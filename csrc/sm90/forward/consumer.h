@@ -250,14 +250,21 @@ struct Consumer {
     return top < __float_as_uint(bound);
   }
 
-  // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the
-  // warp's rows exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only
-  // then do the threads of a quad exchange maxima. Probabilities reach 2^kSlack, which fp32 and the 16-bit types can
-  // hold. Returns whether out must be rescaled.
+  // Whether a rounded shift would be wrong by up to 2^-14, half of what fp16 rounds p by, or more.
+  __device__ __forceinline__ bool has_great_shift(float maximum) const {
+    constexpr float kGreatShift = 1024.0f;
+    return fabsf(maximum * (p.scale * kLog2e)) > kGreatShift;
+  }
+
+  // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the row
+  // exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only if the warp has
+  // such a row do the threads of a quad exchange maxima. The warp votes on what it computes and not on any value: a row's
+  // bits are the same beside all others. Probabilities reach 2^kSlack, which fp32 and the 16-bit types can hold. Returns
+  // whether out must be rescaled.
   // Source: FlashAttention-4's conditional rescaling.
   //
   // The subtraction is part of an fma with a rounded shift. All p of a row then have the rounding error of the shift as a
-  // factor, which the sum takes out, but for the 16-bit rounding of p. With is_great, where the error would show, scores
+  // factor, which the sum takes out, but for the 16-bit rounding of p. In a great row, where the error would show, scores
   // and row_max are subtracted exactly.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], Flat flat) {
     if (p.max_scores != nullptr) take_greatest(scores, flat);
@@ -288,11 +295,16 @@ struct Consumer {
     if (needs_rescale || (kComparesNegative && is_great)) {
       if constexpr (Traits::kHasBiasWindow) add_flat(scores, flat);
       if (needs_rescale) raise_maxima(scores, rescale);
+      float subtracted[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) shift[r] = is_great ? 0.0f : row_max[r] * (p.scale * kLog2e);
+      for (int r = 0; r < 2; ++r) {
+        const bool is_great_row = has_great_shift(row_max[r]);
+        shift[r] = is_great_row ? 0.0f : row_max[r] * (p.scale * kLog2e);
+        subtracted[r] = is_great_row ? row_max[r] : 0.0f;
+      }
       if (is_great) {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) scores[i] -= row_max[i / 2 % 2];
+        for (int i = 0; i < kScores; ++i) scores[i] -= subtracted[i / 2 % 2];
       }
     }
     const float scale = (Traits::kHasBiasWindow ? flat.unit : p.scale) * kLog2e;
@@ -326,8 +338,6 @@ struct Consumer {
   // Raises row_max to the greatest score so far, with all that follows from it.
   __device__ __forceinline__ void raise_maxima(const float (&scores)[kScores], float (&rescale)[2]) {
     constexpr float kSlack = 8.0f;
-    // Above it a rounded shift is wrong by up to 2^-14: half of what fp16 rounds p by.
-    constexpr float kGreatShift = 1024.0f;
     constexpr float kAlwaysExceeded = NAN;
     const float scale = p.scale * kLog2e;
     bool is_negative = false, has_great = false;
@@ -340,14 +350,17 @@ struct Consumer {
         top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       }
       top = quad_max(top);
+      const bool raises = !(top <= threshold[r]);  // not because another row does
       // A row with no key so far has a row_sum of 0, and out may be rescaled by anything.
-      rescale[r] = top == -INFINITY ? 1.0f : exp2_approx((before - top) * scale);
+      rescale[r] = raises ? exp2_approx((before - top) * scale) : 1.0f;
       row_sum[r] *= rescale[r];
-      row_max[r] = top == -INFINITY ? 0.0f : top;
-      const bool is_great_row = fabsf(row_max[r] * scale) > kGreatShift;
-      has_great |= is_great_row;
-      threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
+      if (raises) {
+        row_max[r] = top;
+        threshold[r] = fmaf(kSlack / kLog2e, p.inverse_scale, top);
+      }
       is_negative |= threshold[r] < 0.0f;
+      const bool is_great_row = has_great_shift(row_max[r]);
+      has_great |= is_great_row;
       if (!kComparesNegative && is_great_row) threshold[r] = kAlwaysExceeded;
     }
     has_negative = __any_sync(0xffffffffu, is_negative);

@@ -45,6 +45,7 @@ struct ListWorksParams {
   SequenceParams sequences;
   int number;   // S
   bool by_keys;
+  bool is_ordered;  // the last block of a sequence first, else the longest walks of all sequences
   int rows;     // of a block
   int* firsts;  // scratch, (S)
   int2* works;

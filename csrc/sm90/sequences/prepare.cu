@@ -46,7 +46,8 @@ __device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int
   return last < first ? 0 : last / kTile + 1 - first / kTile;
 }
 
-// A prefix sum over sequences, and a counting sort of the tiles by the length of their walks.
+// A prefix sum over sequences, and a counting sort of the tiles by the length of their walks. Where additions have an
+// order, a tile waits for the tiles of later keys of its sequence. They have to come before it, so there is no sort then.
 __device__ __forceinline__ void list_works(const ListWorksParams& p) {
   __shared__ int buckets[kBuckets], warp_sums[32];
   const int thread = threadIdx.x;
@@ -95,13 +96,20 @@ __device__ __forceinline__ void list_works(const ListWorksParams& p) {
       f(low, block, kBuckets - 1 - min(steps, kBuckets - 1));
     }
   };
-  for_each_tile([&](int, int, int bucket) { atomicAdd(&buckets[bucket], 1); });
-  __syncthreads();
-  int all;
-  const int start = sum_before(buckets[thread], warp_sums, all);
-  buckets[thread] = start;
-  __syncthreads();
-  for_each_tile([&](int s, int block, int bucket) { p.works[atomicAdd(&buckets[bucket], 1)] = make_int2(s, block); });
+  if (p.is_ordered) {
+    for_each_tile([&](int s, int block, int) {
+      const int end = s + 1 < p.number ? p.firsts[s + 1] : total;
+      p.works[end - 1 - block] = make_int2(s, block);
+    });
+  } else {
+    for_each_tile([&](int, int, int bucket) { atomicAdd(&buckets[bucket], 1); });
+    __syncthreads();
+    int all;
+    const int start = sum_before(buckets[thread], warp_sums, all);
+    buckets[thread] = start;
+    __syncthreads();
+    for_each_tile([&](int s, int block, int bucket) { p.works[atomicAdd(&buckets[bucket], 1)] = make_int2(s, block); });
+  }
   if (thread > 0) return;
   *p.num_works = total;
   if (p.counter != nullptr) *p.counter = 0;

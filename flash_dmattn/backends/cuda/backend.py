@@ -45,6 +45,16 @@ def _dotted(version: int) -> str:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
+    return (*_invariant_note(problem), *_notes_of_layout(problem))
+
+
+def _invariant_note(p: AttentionProblem) -> tuple[str, ...]:
+    if not p.flags.invariant:
+        return ()
+    return ("is invariant: a row's bits depend on the row alone, by blocks of 128 keys, the last one first",)
+
+
+def _notes_of_layout(problem: AttentionProblem) -> tuple[str, ...]:
     if problem.sequences is not None:
         return sequences.notes(problem)
     p = problem
@@ -79,5 +89,6 @@ BACKEND = Backend(
     ),
     refuses_entries=refuses_entries,
     wide_lse=True,
+    is_invariant=True,
     stores_dbias=True,
 )

@@ -14,12 +14,17 @@ from .operands import Attend
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
-    """Return whether heads become rows: in calls of one query, unless a prepared mask was packed for that query."""
+    """Return whether heads become rows: in calls of one query, unless a prepared mask was packed for that query.
+
+    Keys before the window are left out then, which moves the others to other blocks: not in the invariant mode.
+    """
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.sink is not None or p.dropout_p > 0:
         return False
     if p.relative is not None:
         return False
     first, stop = keys_in_sight(p.seqlen_k, p.window)
+    if p.flags.invariant and first > 0:
+        return False
     return p.mask_form in ("none", "dense") and first < stop
 
 

@@ -76,7 +76,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
     distances, shift, has_keys = _distances(p), group_shift(p), p.bias_class == "key"
-    attend = kernels().attend
+    attend, is_invariant = kernels().attend, p.flags.invariant
 
     def run(x: Inputs, out: Tensor, lse: Tensor, *largest: Tensor) -> None:
         q, k, v, mask, bias, sink, _, dropout = x
@@ -92,7 +92,8 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, shift)
+        splits = 1 if is_invariant else NUM_KV_SPLITS
+        numbers = (low, high, scale, softcap, splits, dropout, dropout_p, one_mask_row, *distances, shift)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers, counters, *largest)
 
     return run
@@ -260,7 +261,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
                     by_place = _Reordered(order, dk, dv, sums)
                     results = by_place.results
             tensors = (dout, dlse, q, k, v, walked, results[0], read, out, lse_read)
-            differentiate(*tensors, summed_q, *results[1:3], stored, results[3], delta, *numbers, *chunks)
+            written = (summed_q, *results[1:3], stored, results[3], delta)
+            differentiate(*tensors, *written, *numbers, *chunks, p.flags.invariant)
             if by_place is not None:
                 by_place.move()
         elif delta is not None:

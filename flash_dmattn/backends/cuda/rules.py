@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -61,6 +62,11 @@ def _instance(p: AttentionProblem) -> tuple[int, int] | None:
     return next(fitting, None)
 
 
+def _sequence_instance(p: AttentionProblem) -> tuple[int, int] | None:
+    """Return the same of the kernels of sequences."""
+    return next(((d, d_v) for d, d_v in _sequence_dims(p.dtype) if p.head_dim <= d and p.head_dim_v <= d_v), None)
+
+
 def _instances_text(p: AttentionProblem) -> str:
     dims = " or ".join(f"{d} and {d_v}" for d, d_v in _built_dims(p.dtype))
     if not dims:
@@ -101,6 +107,36 @@ _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward
 _RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
+# The invariant mode leaves these calls to triton. Only facts decide that a sampler and a trainer share,
+# so no length and no layout. Kernels of dense calls and of sequences have to sum alike.
+_NOT_INVARIANT: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
+    ("a mask", lambda p: p.mask_form != "none"),
+    ("a bias", lambda p: p.bias_tensor is not None),
+    ("a softcap", lambda p: p.softcap > 0),
+    ("dropout", lambda p: p.dropout_p > 0),
+    ("max_scores", lambda p: p.flags.max_scores),
+    ("entropy", lambda p: p.flags.entropy),
+    # Out in 16 bits is not exact enough for the delta of so few keys; triton computes it from out in fp32.
+    (f"a window of at most {_FEW_KEYS} keys", lambda p: min(p.window) >= 0 and sum(p.window) < _FEW_KEYS),
+    (
+        "head dims whose kernels are not those of sequences",
+        lambda p: (
+            p.head_dim % 8 > 0 or p.head_dim_v % 8 > 0 or _instance(p) is None or _instance(p) != _sequence_instance(p)
+        ),
+    ),
+)
+
+
+def _not_invariant(p: AttentionProblem) -> str:
+    return ", ".join([name for name, is_used in _NOT_INVARIANT if is_used(p)])
+
+
+def has_invariant_class(p: AttentionProblem) -> bool:
+    """Return whether auto runs calls like this one on cuda in the invariant mode, whatever their lengths."""
+    is_served = p.device == "cuda" and p.arch == "sm_90" and p.dtype in _DTYPES and not p.flags.sums
+    return is_served and not _not_invariant(p)
+
+
 _backward = partial(Rule, hint=_PAIR, passes=("backward",))
 _preference = partial(Rule, hint='backend="cuda" runs it all the same', calls="dense")
 
@@ -114,6 +150,13 @@ _PAGED = {
 _RELATIVE = {"bias": (16, 257), "by_distance": (128, "clamp", False)}
 
 _RULES: tuple[Rule, ...] = (
+    Rule(
+        "invariant",
+        lambda p: not p.flags.invariant or not _not_invariant(p),
+        lambda p: f"config(invariant=True) is in force and the call has {_not_invariant(p)}, which the mode lacks here",
+        'use backend="triton"',
+        example={"q": (2, 4096, 16, 96), "invariant": True},
+    ),
     Rule(
         "device",
         lambda p: p.device == "cuda",
@@ -152,7 +195,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     _backward(
         "rounded_delta",
-        lambda p: not 0 < _most_keys(p) <= _FEW_KEYS,
+        lambda p: p.flags.invariant or not 0 < _most_keys(p) <= _FEW_KEYS,
         lambda p: (
             f"a query attends to at most {_most_keys(p)} of {p.seqlen_k} keys; delta comes from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
@@ -479,10 +522,7 @@ RULES = (
     *_RULES,
     Rule(
         "sequence_head_dim",
-        lambda p: (
-            p.head_dim % 8 == 0 == p.head_dim_v % 8
-            and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
-        ),
+        lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _sequence_instance(p) is not None,
         lambda p: (
             f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
             + (
@@ -557,14 +597,14 @@ RULES = (
     ),
     _backward(
         "sequence_order",
-        lambda p: not (p.deterministic and p.needs_grad.q),
+        lambda p: p.flags.invariant or not (p.deterministic and p.needs_grad.q),
         lambda p: "deterministic is True; blocks add to dq as they finish",
         calls="sequences",
         example={**_PACKED, "deterministic": True},
     ),
     _backward(
         "sequence_window",
-        lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
+        lambda p: p.flags.invariant or p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
         lambda p: (
             f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
             f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"

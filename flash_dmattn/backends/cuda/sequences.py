@@ -19,6 +19,50 @@ _NO_LIMIT = 2**30
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
+    return _plan_group_rows(p) if _has_group_rows(p) else _plan_forward(p)
+
+
+def _has_group_rows(p: AttentionProblem) -> bool:
+    """Return whether the heads of a group become rows of one tile: where an invariant call decodes one query each.
+
+    The one query sees all keys then, so the rows need no band. With a window or a sink keys are loaded for each head.
+    """
+    is_plain = p.bias_tensor is None and p.sink is None
+    return p.flags.invariant and is_plain and p.seqlen_q == 1 and p.window[0] < 0 and p.num_heads > p.num_heads_k
+
+
+def _plan_group_rows(p: AttentionProblem) -> Forward:
+    """Plan a call of one query for each sequence as one of G queries on the key-value heads, by copies of q and out."""
+    spec, heads_k = p.sequences, p.num_heads_k
+    assert spec is not None
+    group, rows_q = p.num_heads // heads_k, spec.rows_q
+    rows = spec._replace(rows_q=rows_q * group, max_seqlen_q=group)
+    row, head = heads_k * p.head_dim, p.head_dim
+    attend = _plan_forward(
+        p._replace(
+            seqlen_q=group,
+            num_heads=heads_k,
+            q_strides=(rows.rows_q * row, row, head, 1),
+            is_causal=False,
+            window_size=(-1, -1),
+            flags=p.flags._replace(left=-1, right=-1, sequences=rows),
+        )
+    )
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        assert x.sequences is not None
+        # Bounds are first and number of queries, then of keys.
+        bounds = torch.cat((x.sequences.bounds[:, :2] * group, x.sequences.bounds[:, 2:]), 1)
+        q = x.q.unflatten(-2, (heads_k, group)).transpose(-3, -2).flatten(-4, -3).contiguous()
+        out, lse = attend(x._replace(q=q, sequences=x.sequences._replace(bounds=bounds)))
+        out = out.unflatten(-3, (rows_q, group)).transpose(-3, -2).flatten(-3, -2)
+        lse = lse.unflatten(-1, (rows_q, group)).transpose(-2, -1).flatten(-3, -2)
+        return out.contiguous(), lse.contiguous()
+
+    return forward
+
+
+def _plan_forward(p: AttentionProblem) -> Forward:
     spec, softcap, (read_q, read_k, read_v) = p.sequences, p.softcap, _readers(p)
     assert spec is not None
     numbers = _numbers(p, spec)
@@ -73,7 +117,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
             rows = (read_q(q), read_k(k), read_v(v))
             results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
             dout = _aligned(dout) if dout.is_contiguous() else _rows(dout)
-            differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
+            chunks = num_dbias_chunks()
+            differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, chunks, flags.invariant)
         if delta is not None:
             delta = delta.masked_fill(lse == -torch.inf, 0.0)  # the kernel leaves rows of no sequence unwritten
         dbias = stored
