@@ -28,7 +28,6 @@ _LINES = f"{_INTERPRETED}test_lines_that_random_calls_may_miss"
 _TANGENTS = "tests/test_tangents.py::test_random_calls_on_triton["
 _FORWARD_MODE = f"{_INTERPRETED}test_calls_written_by_hand[forward mode]"
 _WORKERS = "tests/test_distributed_workers.py::"
-_MAX = "tests/test_cuda_max_scores.py::"
 _RARE = "tests/test_cuda_rare.py::"
 _DISTANCES = "tests/test_cuda_relative.py::"
 _WHOLE = "tests/test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads[any order-(300, 330)-{}-q-cuda]"
@@ -1700,48 +1699,6 @@ _CSRC = (
         "if (!kComparesNegative || !has_negative) {",
         "if (true) {",
         (f"{_RARE}test_keys_far_above_a_maximum_that_is_negative[cuda]",),
-    ),
-    Fault(
-        "the largest score of a row is what is subtracted from its scores",
-        "csrc/sm90/forward/consumer.h",
-        "float top = max_or_nan(greatest[r],",
-        "float top = max_or_nan(row_max[r],",
-        (f"{_MAX}test_a_maximum_that_rises_by_less_than_the_kernel_tells[whole-dense-1-cuda]",),
-    ),
-    Fault(
-        "the largest score ignores NaN",
-        "csrc/sm90/forward/consumer.h",
-        "top = max_or_nan(top, max_or_nan(scores",
-        "top = fmaxf(top, fmaxf(scores",
-        (f"{_MAX}test_nan_and_inf_are_told[whole-k-nan-cuda]",),
-    ),
-    Fault(
-        "the largest score is of one thread of a row",
-        "csrc/sm90/forward/consumer.h",
-        "top = max_or_nan(top, __shfl_xor_sync(0xffffffffu, top, 2));",
-        "",
-        (f"{_MAX}test_every_kernel[whole-dense-cuda]",),
-    ),
-    Fault(
-        "the largest score lacks the value of a flat tile of a bias by distance",
-        "csrc/sm90/forward/consumer.h",
-        "if constexpr (Traits::kHasBiasWindow) top = fmaf(top, flat.unit, flat.value);",
-        "",
-        (f"{_MAX}test_every_kernel[whole-few distances-cuda]",),
-    ),
-    Fault(
-        "the largest score lacks a bias of one value per query",
-        "csrc/sm90/forward/consumer.h",
-        "top : fmaf(top, p.scale, bias[r]);",
-        "top : top * p.scale;",
-        (f"{_MAX}test_every_kernel[whole-a bias of queries-cuda]",),
-    ),
-    Fault(
-        "the largest score of KV splits is that of the last one",
-        "csrc/sm90/forward/split_kv.h",
-        "greatest[0] = max_or_nan(greatest[0], top.x);",
-        "greatest[0] = top.x;",
-        (f"{_MAX}test_every_kernel[3 splits-dense-cuda]",),
     ),
     Fault(
         "keys beyond the last one are attended",

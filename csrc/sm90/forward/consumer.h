@@ -29,7 +29,6 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  float greatest[2];  // see take_greatest
   bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
   // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
   // negative, or NaN, as it is of great rows.
@@ -267,7 +266,6 @@ struct Consumer {
   // factor, which the sum takes out, but for the 16-bit rounding of p. In a great row, where the error would show, scores
   // and row_max are subtracted exactly.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], Flat flat) {
-    if (p.max_scores != nullptr) take_greatest(scores, flat);
     float bound[2], shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -318,21 +316,6 @@ struct Consumer {
       row_sum[r] += sum;
     }
     return needs_rescale;
-  }
-
-  // The greatest of the thread's scores of each row, for calls that ask for it; NaN if one of them is. It changes nothing
-  // of what softmax computes.
-  __device__ __forceinline__ void take_greatest(const float (&scores)[kScores], const Flat& flat) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = scores[2 * r];
-#pragma unroll
-      for (int c = 0; c < kScores / 4; ++c) {
-        top = max_or_nan(top, max_or_nan(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
-      }
-      if constexpr (Traits::kHasBiasWindow) top = fmaf(top, flat.unit, flat.value);
-      greatest[r] = max_or_nan(greatest[r], top);
-    }
   }
 
   // Raises row_max to the greatest score so far, with all that follows from it.
@@ -407,26 +390,17 @@ struct Consumer {
     }
   }
 
-  // A bias of one value per query, of the thread's rows: it moves all scores of a row alike.
-  __device__ __forceinline__ void load_query_bias(const Work& work, float (&bias)[2]) {
-    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = work.first_row + row_of_warp + 8 * r;
-      bias[r] = 0.0f;
-      if (per_query && row < seqlen_q_of(p, work)) with_bias(p, work, [&](auto bias_at) { bias[r] = bias_at(row, 0); });
-    }
-  }
-
   // lse and the factor of out of the thread's rows, of calls with a sink or a wide lse.
   __device__ __forceinline__ void finish_rows(const Work& work, double (&lse)[2], float (&factor)[2]) {
-    float top[2], sum[2], bias[2];
-    load_query_bias(work, bias);
+    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+    float top[2], sum[2], bias[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = quad_sum(row_sum[r]);
       top[r] = sum[r] == 0.0f ? -INFINITY : row_max[r] * p.scale;
       factor[r] = sum[r] == 0.0f ? 0.0f : 1.0f;
+      const int row = work.first_row + row_of_warp + 8 * r;
+      if (per_query && row < seqlen_q_of(p, work)) with_bias(p, work, [&](auto bias_at) { bias[r] = bias_at(row, 0); });
     }
     if (p.sink != nullptr) {
 #pragma unroll
@@ -443,21 +417,6 @@ struct Consumer {
       lse[r] = is_empty ? -INFINITY : join_lse(bias[r] == 0.0f ? top[r] : bias[r], small);
       // bias - bias: NaN where the bias of a row is NaN or +inf, and its probabilities with it.
       factor[r] = is_empty ? 0.0f : factor[r] * reciprocal_approx(sum[r]) + (bias[r] - bias[r]);
-    }
-  }
-
-  // Writes the greatest scores of the thread's rows, as natural scores without a sink.
-  __device__ __forceinline__ void store_greatest(const Work& work, int64_t first_lse, int64_t lse_step) {
-    float bias[2];
-    load_query_bias(work, bias);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = max_or_nan(greatest[r], __shfl_xor_sync(0xffffffffu, greatest[r], 1));
-      top = max_or_nan(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const bool exists = work.first_row + row_of_warp + 8 * r < seqlen_q_of(p, work);
-      if (exists && lane % 4 == 0) {
-        p.max_scores[first_lse + r * lse_step] = top == -INFINITY ? top : fmaf(top, p.scale, bias[r]);
-      }
     }
   }
 
@@ -488,7 +447,6 @@ struct Consumer {
     const int64_t lse_step = shift > 3 ? 8 * static_cast<int64_t>(queries) : 8 >> shift;
     const int64_t out_step = shift > 3 ? 8 * head_step : (8 >> shift) * row_step;
     const int64_t first_lse = item.first_lse + query + static_cast<int64_t>(head) * queries;
-    if (p.max_scores != nullptr) store_greatest(work, first_lse, lse_step);
     Element* const out_to =
         static_cast<Element*>(p.out) + item.first_out + query * row_step + head * head_step + 8 * (lane % 4);
 #pragma unroll
@@ -659,7 +617,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     Consumer<Traits> consumer{
         p,           shared,       group,        lane,         row_of_warp,
         pipe_q.stage, out,         {0.0f, 0.0f}, {0.0f, 0.0f}, {-INFINITY, -INFINITY},
-        {-INFINITY, -INFINITY},    true,         false,        bias_offset};
+        true,        false,        bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);
@@ -678,7 +636,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
           if (consumer.threshold[r] == -INFINITY) consumer.row_max[r] = -INFINITY;
         }
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
-                                            consumer.row_sum, consumer.greatest);
+                                            consumer.row_sum);
       }
     }
     if (has_result) consumer.epilogue(item);

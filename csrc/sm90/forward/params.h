@@ -56,8 +56,6 @@ struct ForwardParams : AttentionSizes {
   DropoutParams dropout;
 
   Distances distances;  // of a bias that is read as a window
-
-  float* max_scores;  // the greatest score of each row, where lse lies; null if not asked for
 };
 
 }  // namespace flash_dmattn

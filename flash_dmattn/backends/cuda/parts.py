@@ -124,9 +124,9 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
     problem, parts = _split(p)
     attend = plan(problem)
 
-    def run(x: Inputs, *results: Tensor) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         for part in parts:
-            attend(part.inputs(x), *(result[part.batch] for result in results))
+            attend(part.inputs(x), out[part.batch], lse[part.batch])
 
     return run
 
