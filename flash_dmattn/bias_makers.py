@@ -22,7 +22,6 @@ from .problem import bounded, device_arch, merge, sm_number
 from .reference import distances, gathers, positions
 
 PITCH = 16  # elements; a row of a bias has a multiple of them
-_FEW_ROWS = 256  # a clamped table of at most so many rows, and of a quarter of the keys, is multiplied row by row
 Factors = Sequence[Tensor]
 
 
@@ -244,9 +243,6 @@ class _Projections:
         for term, content, table in zip(terms, self.contents, self.tables, strict=True):
             length, others = reversed(lengths) if term.by_keys else lengths
             shape = (content.shape[2], length, others)
-            if term.clamps and not term.by_keys and table.shape[1] <= min(_FEW_ROWS, others // 4):
-                self.each.append(_FewProducts(table, term.zero, scale, entries, shape))
-                continue
             rows = positions.rows_of_call(table, *term[:2], *lengths, term.by_keys)
             self.each.append(products_of(content)(rows, scale, term.by_keys, entries, shape))
         heads = [content.shape[2] for content in self.contents]
@@ -279,57 +275,10 @@ class _Projections:
             gradients.append(joined(self.made[n]) if needs[2 * n] else None)
             if not needs[2 * n + 1]:
                 gradients.append(None)
-            elif isinstance(each, _FewProducts):
-                gradients.append(each.table_gradient())
             else:
                 settings = (*term[:2], *self.lengths, term.by_keys)
                 gradients.append(positions.table_gradient(each.rows_gradient(), table, *settings))
         return gradients
-
-
-class _FewProducts:
-    """The products of queries with a clamped table of few rows: a product with each row, laid out as a band.
-
-    Its methods are of `flash_dmattn.reference.positions.Products`, but for `table_gradient`.
-    """
-
-    def __init__(self, table: Tensor, zero: int, scale: float, entries: int, shape: tuple[int, int, int]) -> None:
-        self.table, self.scale, self.heads = table, scale, shape[0]
-        self.wide = torch.promote_types(table.dtype, torch.float32)
-        self.bands: Any = bands_of(table)(table.shape[1], zero, table.dtype, entries, shape, table.device)
-        self.sums: Tensor | None = None
-
-    @property
-    def _rows(self) -> Tensor:
-        """The rows of each head, (heads, n, P)."""
-        return self.table.to(self.wide).repeat_interleave(self.heads // self.table.shape[0], 0)
-
-    def scores(self, x: Tensor) -> Tensor:
-        with positions.without_autocast(x):
-            values = torch.einsum("blhp,hnp->bhln", x.to(self.wide), self._rows) * self.scale
-        made: Tensor = self.bands.scores(positions.within_range(values, self.table.dtype))
-        return made
-
-    def place(self, entries: int) -> Tensor | None:
-        place: Tensor | None = self.bands.place(entries)
-        return place
-
-    def gradients(self, ds: Tensor, x: Tensor, needs_x: bool, needs_rows: bool) -> Tensor | None:
-        dvalues = self.bands.gradient(ds)
-        with positions.without_autocast(x):
-            if needs_rows:
-                if self.sums is None:
-                    self.sums = torch.zeros(self.heads, *self.table.shape[1:], dtype=self.wide, device=x.device)
-                for entry, vectors in zip(dvalues, x, strict=True):  # in an order that no workspace changes
-                    self.sums += torch.einsum("hln,lhp->hnp", entry, vectors.to(self.wide))
-            if not needs_x:
-                return None
-            return (torch.einsum("bhln,hnp->blhp", dvalues, self._rows) * self.scale).to(x.dtype)
-
-    def table_gradient(self) -> Tensor:
-        """Return the gradient of the table."""
-        assert self.sums is not None
-        return (self.sums * self.scale).unflatten(0, (self.table.shape[0], -1)).sum(1).to(self.table.dtype)
 
 
 class _Gathered:

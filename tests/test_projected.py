@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import AuxRequest, Sequences, attention, biases, config, explain, projected
-from flash_dmattn.bias_makers import ProjectedMaker, Term, _FewProducts
+from flash_dmattn.bias_makers import ProjectedMaker, Term
 from flash_dmattn.biases import Band, Projected, Relative
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
 from flash_dmattn.masks import PreparedMask
@@ -191,30 +191,6 @@ def test_the_gradient_of_the_table_has_the_same_bits_in_any_parts(by_keys: bool)
             products.gradients(part_of_ds, part, False, True)
         made.append(products.rows_gradient())
     assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[2])
-
-
-@pytest.mark.parametrize(("rows", "is_few"), ((9, True), (8 * 40, False)))
-def test_few_clamped_rows_are_multiplied_row_by_row(rows: int, is_few: bool) -> None:
-    """The gradient of the table is as of the product by distance, in bits that no workspace changes."""
-    random = torch.Generator().manual_seed(0)
-    content, table = torch.randn(3, 20, 4, 6, generator=random), torch.randn(2, rows, 6, generator=random)
-    ds, term = torch.randn(3, 4, 20, 40, generator=random), Term(4, True)
-    made = []
-    for entries in (3, 1):
-        bias = ProjectedMaker((term,)).prepare([content, table], (20, 40), 0.3, entries)
-        assert isinstance(bias.each[0], _FewProducts) == is_few  # type: ignore[attr-defined]
-        spans = [slice(first, first + entries) for first in range(0, 3, entries)]
-        scores = torch.cat([bias.scores(span) for span in spans])
-        for span in spans:
-            bias.add_gradient(ds[span], span, (True, True))
-        made.append([scores, *bias.gradients((True, True))])
-    torch.testing.assert_close(*made)
-    assert torch.equal(made[0][2], made[1][2])  # type: ignore[arg-type]
-    leaves = [content.double().requires_grad_(), table.double().requires_grad_()]
-    wanted = gathered(Projected(leaves[0], leaves[1], 4, "clamp"), 20, 40) * 0.3
-    for x, y in zip(made[0], (wanted, *torch.autograd.grad(wanted, leaves, ds.double())), strict=True):
-        assert x is not None
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
 def test_no_scores_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:

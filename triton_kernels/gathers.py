@@ -105,6 +105,8 @@ def add_gradient_kernel(
         i, j = row + pair // others, pair % others
         line = ds + entry * ds_strides[0] + h.to(tl.int64) * ds_strides[1]
         gradient = tl.load(line + i.to(tl.int64) * ds_strides[2] + j * ds_strides[3], mask=is_pair, other=0.0)
+        # In fp32 a chain of products from zero, which is then added: tensor cores cut a running sum at each step.
+        sum_of_turn = acc if PIECES == 1 else tl.zeros_like(acc)
         first = 0
         for term in tl.static_range(TERMS):
             at, has_value = place_of(
@@ -118,9 +120,10 @@ def add_gradient_kernel(
             rest = gradient
             for _ in tl.static_range(PIECES):
                 piece = rest.to(PIECE)
-                acc = tl.dot(left, tl.where(is_column, piece.to(FACTOR)[:, None], 0.0), acc)
+                sum_of_turn = tl.dot(left, tl.where(is_column, piece.to(FACTOR)[:, None], 0.0), sum_of_turn)
                 rest -= piece.to(rest.dtype)
             first += sizes[term]
+        acc = sum_of_turn if PIECES == 1 else acc + sum_of_turn
     tl.store(place, acc)
 
 

@@ -645,13 +645,6 @@ _PYTHON = (
         (_GATHER_KERNELS,),
     ),
     Fault(
-        "the gradient of a table of few rows lacks the last entry",
-        "flash_dmattn/bias_makers.py",
-        "in zip(dvalues, x, strict=True):  # in an order",
-        "in list(zip(dvalues, x, strict=True))[: max(len(x) - 1, 1)]:  # in an order",
-        (f"{_PROJECTED}test_few_clamped_rows_are_multiplied_row_by_row",),
-    ),
-    Fault(
         "triton: sums of values by position begin anew with each part",
         "triton_kernels/gathers.py",
         "acc = tl.load(place)",
