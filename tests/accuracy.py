@@ -554,7 +554,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
         return max(RATIO * worst_row(on_a_cpu(name)[1], own, size), *(worst_row(x, own, size) for x in others))
 
     def on_a_cpu(name: str) -> tuple[Tensor, Tensor]:
-        """The result, and that of plain PyTorch on a CPU: on a GPU its error of a few rows may be small by luck."""
+        """The exact result, and the result of plain PyTorch on a CPU, whose error on a GPU may be small by luck."""
         if case.dtype != torch.float32 or not inputs.q.is_cuda:
             return 2 * (in_part(exact, rows, inputs)[name],)
         if not on_cpu:

@@ -191,9 +191,9 @@ __device__ __forceinline__ bool has_great_row(const BackwardParams& p, const Wor
   return __any_sync(0xffffffffu, any != 0);
 }
 
-// Whether the lse of a row of the call is great, so that work tiles have to be looked at: all threads of both consumers
-// look at a part of great_rows, while the first keys are loaded. To look at each work tile alone costs calls of short
-// rows, which are many, a twelfth of their time.
+// Whether the lse of a row of the call is great, so that consumers have to look at each work tile. All threads of both
+// consumers look at a part of great_rows, while the first keys are loaded. The thread that finds work tiles has no
+// registers for it.
 template <class Traits>
 __device__ __forceinline__ bool has_great_rows(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
                                                int warp, int lane) {
