@@ -72,9 +72,10 @@ class Relative(NamedTuple):
         distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
         bias = values[..., zero + distance]                                  # (Hv, Lq, Lk) or (Bv, Hv, Lq, Lk)
 
-    With positions the distance is `keys[..., None, :] - queries[..., None]` of any integers, such as coordinates or
-    times, whatever the order of the tokens. This bias is made for a few entries of the batch at a time, in the dtype of
-    the values. Its gradient is summed in fp32, in a fixed order which does not depend on their number.
+    With positions the distance is `keys[..., None, :] - queries[..., None]` of integers up to 2^61, such as
+    coordinates or times, whatever the order of the tokens. This bias is made for a few entries of the batch at a
+    time, in the dtype of the values. Its gradient is summed in fp32, in a fixed order which does not depend on their
+    number.
 
     Attributes:
         values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;

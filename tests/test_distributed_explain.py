@@ -214,7 +214,7 @@ def test_calls_of_documents_with_dropout_are_said() -> None:
     explanation = explain_context_parallel(q, k, v, sequences=cut, strategy="gather", **over)
     assert [x[:4] for x in explanation.slices] == [(0, 72, 0, 200), (72, 128, 200, 256), (128, 256, 712, 896)]
     assert [(x.number, x.first_row, x.first_key) for x in explanation.slices] == [(0, 128, 0), (2, 0, 0), (2, 568, 512)]
-    assert "3 documents, by which dropout counts; each makes a call for each run of rows" in str(explanation)
+    assert "3 documents, by which dropout counts; each with tokens makes a call for each run" in str(explanation)
     assert "call of rows 72:128 of sequence 2: keys 200:256, window (20, 0)" in str(explanation)
     traded = explain_context_parallel(
         q, *(x.repeat(1, 2, 1) for x in (k, v)), sequences=cut, strategy="ulysses", **over

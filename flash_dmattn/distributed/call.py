@@ -146,9 +146,10 @@ class ParallelCall(NamedTuple):
             return [one if self.all_sequences is None else self._with_sequences(one, self.all_sequences)]
         # Dynamo of torch 2.11 sorts only by numbers, not by tuples.
         has_distances = p.relative is not None
+        held_by = [self.keys_held(rank) for rank in range(self.members.size)]  # a plan of all parts of the rank each
         parts = dict.fromkeys(
-            (part.without_place(has_distances, p.dropout_p), self.keys_held(rank))
-            for rank in range(self.members.size)
+            (part.without_place(has_distances, p.dropout_p), held)
+            for rank, held in enumerate(held_by)
             for part in self.slices_of(rank)
         ) or {(Slice(0, 0, 0, 0, (-1, -1)), 0): None}  # no rank makes a call where no sequence has a query
         ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)

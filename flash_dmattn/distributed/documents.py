@@ -116,7 +116,10 @@ def check_kind(sequences: Sequences) -> None:
     if torch.compiler.is_compiling():
         advice = "make flash_dmattn.distributed.ShardedMask.from_sequences outside, and pass it as the mask"
         if sequences.layout == "padded":
-            advice = "pass a bool mask of the used keys, (B, 1, 1, Lk)"
+            advice = (
+                "pass a bool mask of the used keys, (B, 1, 1, Lk), "
+                "if each entry has seqlen_k - seqlen_q keys more than queries, or else of the visible pairs"
+            )
         raise ValueError(
             f"sequences is set in a graph of torch.compile, which cannot read where they begin or end; {advice}"
         )

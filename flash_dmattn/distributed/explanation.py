@@ -316,8 +316,13 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
     """Yield remarks: which tensors are not sent, which gradients are partial, and the dtypes of sending and summing."""
     needs, number = call.problem.needs_grad, len(call.spans.bounds) // 2
     if call.spans.is_split and call.strategy == "gather":
-        named = "documents, by which dropout counts" if call.spans.kind == "packed" else "padded entries of the batch"
-        yield f"{number} {named}; each makes a call for each run of rows, consecutive ones of equal lengths one"
+        if call.spans.kind == "packed":
+            yield f"{number} documents, by which dropout counts; each with tokens makes a call for each run of rows"
+        else:
+            yield (
+                f"{number} padded entries of the batch; each makes a call for each run of rows, "
+                "consecutive ones of equal lengths one"
+            )
     elif call.spans.kind and call.strategy == "ulysses":
         yield f"{number} sequences, of which this rank has all positions; one call has them all"
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):

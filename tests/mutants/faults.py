@@ -352,10 +352,11 @@ _PYTHON = (
     Fault(
         "gradients read a bias whose keys are apart as it is",
         "flash_dmattn/backends/triton/passes.py",
-        """        if spread_bias:
+        """            x = x._replace(mask=_tiles_of_tree(p, x))
+        if spread_bias:
             x = _with_adjacent_keys(x)
-        if x is not saved.inputs""",
-        "        if x is not saved.inputs",
+""",
+        "            x = x._replace(mask=_tiles_of_tree(p, x))\n",
         ("tests/test_triton_launch.py::test_a_bias_whose_keys_are_apart_is_copied",),
     ),
     Fault(

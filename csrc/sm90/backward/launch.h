@@ -32,7 +32,7 @@ template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                  bool turns_dq, int blocks, cudaStream_t stream);
 // The main kernel of calls with sequences: work tiles of kTile keys; the bias is not kTileSum, and there is no mask, no
-// softcap, no turned dq, and no order of additions.
+// softcap and no turned dq. Additions have an order in invariant calls alone.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_sequences(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                       bool turns_dq, int blocks, cudaStream_t stream);

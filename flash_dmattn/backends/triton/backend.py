@@ -270,24 +270,25 @@ def _notes_of_form(problem: AttentionProblem) -> tuple[str, ...]:
     p = problem
     if p.mask_form == "lists":
         return lists.notes(p)
+    spread: tuple[str, ...] = ()
+    if p.bias is not None and copies_bias(p):
+        spread = (f"copies bias, whose last stride is {p.bias.strides[3]}: the kernels read rows of unit stride",)
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
-            return ("packs the tree as a mask of all keys for the gradients, a bit for each",)
-        return sequence_notes(p)
+            return ("packs the tree as a mask of all keys for the gradients, a bit for each", *spread)
+        return (*sequence_notes(p), *spread)
     copies = [
         f"copies {name}, whose last stride is {strides[3]}: the kernels read rows of unit stride"
         for name, strides in (("q", p.q_strides), ("k", p.k_strides), ("v", p.v_strides))
         if strides[3] != 1 and p.head_dim > 1
     ]
-    if copies_bias(p) and p.bias is not None:
-        copies.append(f"copies bias, whose last stride is {p.bias.strides[3]}: the kernels read rows of unit stride")
     works = probe().usable
     short_forward, short_backward = works and is_short(p, "forward"), works and is_short(p, "backward")
     if works and not short_backward and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
     reads_bools = p.mask_form == "dense" and has_few_pairs(p)
     ordered = () if reads_bools or (short_forward and short_backward) else interval_notes(problem, gathers=True)
-    return (*ordered, *copies)
+    return (*ordered, *copies, *spread)
 
 
 BACKEND = Backend(

@@ -150,6 +150,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         results = outputs(x.q)
+        if spread_bias:
+            x = _with_adjacent_keys(x)
         if has_bounds:
             if has_order(p, x.mask):
                 ordered = Ordered(p, x)
@@ -160,8 +162,6 @@ def plan_forward(p: AttentionProblem) -> Forward:
             x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
-        if spread_bias:
-            x = _with_adjacent_keys(x)
         if groups and x.mask.dense is not None:
             x = x._replace(mask=launch.packed_for_group_rows(x.mask.dense, x.q, x.k, flags))
         key = (plan_token, x.q.get_device(), *_places(x))
@@ -229,6 +229,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
             sent = (SentEntropy(dentropy, own_dlse),)
         if is_tree:
             x = x._replace(mask=_tiles_of_tree(p, x))
+        if spread_bias:
+            x = _with_adjacent_keys(x)
         if has_bounds:
             if has_order(p, x.mask):
                 ordered = Ordered(p, x)
@@ -240,8 +242,6 @@ def plan_backward(p: AttentionProblem) -> Backward:
             x = x._replace(mask=ascending(x.mask))
         if copies:
             x = launch.readable(x)
-        if spread_bias:
-            x = _with_adjacent_keys(x)
         if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
             saved = Saved(x, out.contiguous(), lse.contiguous())
         if is_invariant and not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
