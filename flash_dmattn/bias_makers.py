@@ -20,8 +20,8 @@ from .dispatch.config import disabled
 from .dispatch.registry import works
 from .problem import bounded, device_arch, merge, sm_number
 from .reference import distances, gathers, positions
+from .reference.positions import pitch_of
 
-PITCH = 16  # elements; a row of a bias has a multiple of them
 Factors = Sequence[Tensor]
 
 
@@ -190,11 +190,6 @@ class BandMaker:
 
 Maker = ProjectedMaker | RelativeMaker | BandMaker
 MAKERS: dict[str, Any] = {maker.name: maker for maker in (ProjectedMaker, RelativeMaker, BandMaker)}
-
-
-def pitch_of(keys: int) -> int:
-    """Return the elements of a row of a bias for so many keys."""
-    return -(-keys // PITCH) * PITCH
 
 
 def has_kernels(x: Tensor) -> bool:

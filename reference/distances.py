@@ -148,7 +148,8 @@ class Bands:
         shape: tuple[int, int, int],
         device: torch.device,
     ) -> None:
-        self.number, self.zero, self.dtype, self.lengths = number, zero, dtype, shape[1:]
+        self.number, self.zero, self.dtype, self.entries, self.device = number, zero, dtype, entries, device
+        self.heads, *self.lengths = shape
 
     def scores(self, values: Tensor) -> Tensor:
         """Return the bias of some entries, (entries, heads, Lq, Lk), from values (entries, heads, Lq, n)."""

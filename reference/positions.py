@@ -18,6 +18,12 @@ from .distances import Distances, by_distance, dense, distance_sums, fold_distan
 # torch.is_autocast_enabled raises for device types without autocast, so they are filtered here, once: torch 2.11 cannot
 # trace the question.
 AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
+PITCH = 16  # elements; a row of a bias in a workspace has a multiple of them
+
+
+def pitch_of(keys: int) -> int:
+    """Return the elements of a row of a bias for so many keys."""
+    return -(-keys // PITCH) * PITCH
 
 
 def rows_of_call(table: Tensor, zero: int, clamps: bool, seqlen_q: int, seqlen_k: int, by_keys: bool) -> Tensor:

@@ -6,14 +6,18 @@ All sums have a fixed order, which does not depend on the number of entries in t
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernel_launch import ceil_div, launch
+from flash_dmattn.reference import distances
+from flash_dmattn.reference.positions import PITCH
 
-_PITCH = 16
+from .kernel_launch import ceil_div, launch
+from .positions import Workspace
 
 
 @triton.jit
@@ -65,58 +69,38 @@ def band_gradient_kernel(
         tl.store(out + place, made, mask=is_row & (place < number))
 
 
-class Bands:
-    """The clamped band of one call: the methods of `flash_dmattn.reference.distances.Bands`, in a workspace.
+class Bands(distances.Bands):
+    """The clamped band of one call, in a workspace."""
 
-    Args:
-        number, zero: of the values of a query, and the index of distance 0 among them.
-        dtype: of the bias.
-        entries: the most entries of the batch that are computed at once.
-        shape: (heads, Lq, Lk) of the bias.
-        device: of the call.
-    """
+    @cached_property
+    def work(self) -> Workspace:
+        """The tensors of this call."""
+        return Workspace(self.entries, self.heads, self.dtype, self.device)
 
-    def __init__(
-        self,
-        number: int,
-        zero: int,
-        dtype: torch.dtype,
-        entries: int,
-        shape: tuple[int, int, int],
-        device: torch.device,
-    ) -> None:
-        _, length, others = shape
-        # Distances beyond all of the call are as far as they can be, so that places are numbers of 32 bits.
-        self.number, self.zero = number, min(max(zero - (others - length), -others), number + length)
-        self.dtype, self.entries, self.shape, self.device = dtype, entries, shape, device
-        self._spaces: dict[str, Tensor] = {}
-
-    def _space(self, name: str, entries: int) -> Tensor:
-        """Return a tensor of the workspace, (entries, heads, Lq, Lk) of a larger pitch."""
-        heads, length, others = self.shape
-        if name not in self._spaces:
-            size = (self.entries, heads, length, ceil_div(others, _PITCH) * _PITCH)
-            self._spaces[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self._spaces[name][:entries, ..., :others]
+    @property
+    def near_zero(self) -> int:
+        """The index of distance 0; at most as far from the values as all of the call, so that places have 32 bits."""
+        length, others = self.lengths
+        return min(max(self.zero - (others - length), -others), self.number + length)
 
     def scores(self, values: Tensor) -> Tensor:
         """Return the bias of some entries, (entries, heads, Lq, Lk), from values (entries, heads, Lq, n)."""
-        heads, length, others = self.shape
-        work, block_m, block_n = self._space("bias", len(values)), 16, 128
-        programs = len(values) * heads * ceil_div(length, block_m) * ceil_div(others, block_n)
-        numbers = (length, others, self.number, self.zero, work.stride(2) // _PITCH)
-        launch(band_kernel, programs, (values.contiguous(), work), numbers, (block_m, block_n, _PITCH), num_warps=4)
+        length, others = self.lengths
+        work, block_m, block_n = self.work.rows("bias", len(values), length, others), 16, 128
+        programs = len(values) * self.heads * ceil_div(length, block_m) * ceil_div(others, block_n)
+        numbers = (length, others, self.number, self.near_zero, work.stride(2) // PITCH)
+        launch(band_kernel, programs, (values.contiguous(), work), numbers, (block_m, block_n, PITCH), num_warps=4)
         return work
 
     def place(self, entries: int) -> Tensor:
         """Return where a backward pass may store the gradient of the bias of so many entries."""
-        return self._space("ds", entries)
+        return self.work.rows("ds", entries, *self.lengths)
 
     def gradient(self, ds: Tensor) -> Tensor:
         """Return the gradient of the values of some entries, (entries, heads, Lq, n) in fp32, from ds."""
-        heads, length, others = self.shape
-        made = torch.empty(len(ds), heads, length, self.number, dtype=torch.float32, device=ds.device)
-        numbers = (ds.stride(), heads, length, others, self.number, self.zero)
-        programs = len(ds) * heads * ceil_div(length, 16)
+        length, others = self.lengths
+        made = torch.empty(len(ds), self.heads, length, self.number, dtype=torch.float32, device=ds.device)
+        numbers = (ds.stride(), self.heads, length, others, self.number, self.near_zero)
+        programs = len(ds) * self.heads * ceil_div(length, 16)
         launch(band_gradient_kernel, programs, (ds, made), numbers, (16, 128), num_warps=4)
         return made

@@ -16,10 +16,11 @@ from torch import Tensor
 from triton import knobs
 
 from flash_dmattn.reference.gathers import Places, entries_of
+from flash_dmattn.reference.positions import PITCH
 
 from .kernel_launch import ceil_div, launch, next_power_of_2
+from .positions import Workspace
 
-_PITCH = 16
 _ROWS = 8  # queries of a program of the gradient
 _PAIRS = 128  # of a step of it
 _COLUMNS = 16
@@ -138,40 +139,33 @@ class Gathers:
     """
 
     def __init__(self, table: Tensor, places: Places, dtype: torch.dtype, entries: int) -> None:
-        self.table, self.places, self.dtype = table, places, dtype
-        self.entries = entries if max(table.shape[0], places.batch) > 1 else 1
+        self.table, self.places = table, places
+        most = entries if max(table.shape[0], places.batch) > 1 else 1
+        self.work = Workspace(most, table.shape[1], dtype, table.device)
         self.bins = min(_MOST_BINS, max(_COLUMNS * 16, next_power_of_2(table.shape[2])))
         self.sums: Tensor | None = None
-        self._spaces: dict[str, Tensor] = {}
 
     @property
     def _lengths(self) -> tuple[int, int]:
         return self.places.queries.shape[2], self.places.keys.shape[2]
 
-    def _space(self, name: str, entries: int) -> Tensor:
-        """Return a tensor of the workspace, (entries, heads, Lq, Lk) of a larger pitch."""
-        length, others = self._lengths
-        if name not in self._spaces:
-            size = (self.entries, self.table.shape[1], length, ceil_div(others, _PITCH) * _PITCH)
-            self._spaces[name] = torch.empty(size, dtype=self.dtype, device=self.table.device)
-        return self._spaces[name][: min(entries, self.entries), ..., :others]
-
     def scores(self, span: slice) -> Tensor:
         """Return the bias of some entries, (entries, heads, Lq, Lk), or (1, ...) if they share it."""
-        work, table, places = self._space("bias", span.stop - span.start), entries_of(self.table, span), self.places
+        work = self.work.rows("bias", span.stop - span.start, *self._lengths)
+        table, places = entries_of(self.table, span), self.places
         part = places.of(span)
         entries, heads, length, others = work.shape
         strides = (_strides(part.queries), _strides(part.keys), (_stride(table), table.stride(1)))
         block_m, block_n = 32, 64
         programs = entries * ceil_div(length, block_m) * ceil_div(others, block_n)
-        numbers = (*strides, length, others, heads, work.stride(2) // _PITCH, *_settings(places))
-        tensors, constants = (table, part.queries, part.keys, work), (len(places.sizes), block_m, block_n, _PITCH)
+        numbers = (*strides, length, others, heads, work.stride(2) // PITCH, *_settings(places))
+        tensors, constants = (table, part.queries, part.keys, work), (len(places.sizes), block_m, block_n, PITCH)
         launch(gather_kernel, programs, tensors, numbers, constants, num_warps=4)
         return work
 
     def place(self, entries: int) -> Tensor:
         """Return where a backward pass may store the gradient of the bias of so many entries."""
-        return self._space("ds", entries)
+        return self.work.rows("ds", entries, *self._lengths)
 
     def add_gradient(self, ds: Tensor, span: slice) -> None:
         """Add the gradient of the table from the gradient of the bias of some entries, which follow those before."""

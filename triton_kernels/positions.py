@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_dmattn.problem import allows_tf32, device_arch
+from flash_dmattn.reference.positions import pitch_of
 
 from .gpus import shared_bytes
 from .kernel_launch import ceil_div, launch, next_power_of_2
 from .precision import unsplit_precision
 
 _STEP = 4
-_PITCH = 16
 _FEW_VECTORS = 1024  # up to so many, tiles of 128 that are _STEP apart would mostly be distances without a score
 
 
@@ -155,6 +155,32 @@ def project_table_kernel(
         tl.store(place, acc, mask=is_distance)
 
 
+class Workspace:
+    """The tensors of one call by name, for a few entries of the batch at a time: each is made once, at its first use.
+
+    Args:
+        entries: the most entries of the batch that are computed at once.
+        heads, dtype, device: of the bias.
+    """
+
+    def __init__(self, entries: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.entries, self.heads, self.dtype, self.device = entries, heads, dtype, device
+        self._made: dict[str, Tensor] = {}
+
+    def rows(self, name: str, entries: int, length: int, others: int, zeros: bool = False) -> Tensor:
+        """Return a tensor (entries, heads, length, others), whose rows have a larger pitch and may end with zeros."""
+        if name not in self._made:
+            size = (self.entries, self.heads, length, pitch_of(others))
+            self._made[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+            if zeros:
+                self._made[name][..., others:].zero_()
+        return self._made[name][:entries, ..., :others]
+
+    def has(self, name: str, x: Tensor) -> bool:
+        """Return whether x begins where the tensor of this name does."""
+        return name in self._made and self._made[name].data_ptr() == x.data_ptr()
+
+
 class Products:
     """The products of one call: the methods of `flash_dmattn.reference.positions.Products`, in a workspace.
 
@@ -167,15 +193,9 @@ class Products:
     """
 
     def __init__(self, rows: Tensor, scale: float, by_keys: bool, entries: int, shape: tuple[int, int, int]) -> None:
-        self.rows, self.scale, self.by_keys, self.entries, self.shape = (
-            rows.contiguous(),
-            scale,
-            by_keys,
-            entries,
-            shape,
-        )
+        self.rows, self.scale, self.by_keys, self.shape = rows.contiguous(), scale, by_keys, shape
+        self.work = Workspace(entries, shape[0], rows.dtype, rows.device)
         self.sums: Tensor | None = None
-        self._spaces: dict[str, Tensor] = {}
         terms = rows.shape[2]
         block_p = max(16, next_power_of_2(terms))
         is_wide = rows.dtype.itemsize == 4
@@ -189,32 +209,22 @@ class Products:
         self.num_warps = 8 if block_m * block_p >= 128 * 128 or (is_wide and block_p > 64) else 4
         self.tile, self.rest = (_STEP, block_m, block_n, block_p, precision), (most, stages)
 
-    def _space(self, name: str, entries: int, length: int, others: int, zeros: bool = False) -> Tensor:
-        """Return rows of the workspace, (entries, heads, length, others) of a larger pitch."""
-        if name not in self._spaces:
-            pitch = ceil_div(others, _PITCH) * _PITCH
-            size = (self.entries, self.shape[0], length, pitch)
-            self._spaces[name] = torch.empty(size, dtype=self.rows.dtype, device=self.rows.device)
-            if zeros:
-                self._spaces[name][..., others:].zero_()
-        return self._spaces[name][:entries, ..., :others]
-
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores of some entries, x (entries, L, H, P): (entries, H, Lq, Lk) with rows of unit stride."""
         _, length, others = self.shape
         x = _unit_rows(x)
-        work = self._space("scores", x.shape[0], length, others)
+        work = self.work.rows("scores", x.shape[0], length, others)
         numbers = (*self._numbers(), work.stride(2) // _STEP, self.scale)
         self._launch(project_kernel, x.shape[0], (x, self.rows, work), (x.stride()[:3], *numbers), self.rest)
         if not self.by_keys:
             return work
-        return self._space("turned", x.shape[0], others, length).copy_(work.transpose(2, 3))
+        return self.work.rows("turned", x.shape[0], others, length).copy_(work.transpose(2, 3))
 
     def place(self, entries: int) -> Tensor:
         """Return where a backward pass may store the gradient of the scores of so many entries."""
         _, length, others = self.shape
         lengths = (others, length) if self.by_keys else (length, others)
-        return self._space("ds", entries, *lengths, zeros=True)
+        return self.work.rows("ds", entries, *lengths, zeros=True)
 
     def gradients(self, ds: Tensor, x: Tensor, needs_x: bool, needs_rows: bool) -> Tensor | None:
         """Return the gradient of x, contiguous, from the gradient of its scores; None where it is not needed.
@@ -255,10 +265,8 @@ class Products:
         entries = ds.shape[0]
         _, length, others = self.shape
         if self.by_keys:
-            return self._space("turned ds", entries, length, others, zeros=True).copy_(ds.transpose(2, 3))
-        place = self._spaces.get("ds")
-        is_stored = place is not None and place.data_ptr() == ds.data_ptr()
-        if is_stored or (ds.is_contiguous() and others % _STEP == 0 and ds.dtype == self.rows.dtype):
+            return self.work.rows("turned ds", entries, length, others, zeros=True).copy_(ds.transpose(2, 3))
+        if self.work.has("ds", ds) or (ds.is_contiguous() and others % _STEP == 0 and ds.dtype == self.rows.dtype):
             return ds
         return self.place(entries).copy_(ds)
 

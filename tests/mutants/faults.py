@@ -571,8 +571,8 @@ _PYTHON = (
     Fault(
         "triton: ds behind the last key is what was in memory",
         "triton_kernels/positions.py",
-        'return self._space("ds", entries, *lengths, zeros=True)',
-        'return self._space("ds", entries, *lengths)',
+        'return self.work.rows("ds", entries, *lengths, zeros=True)',
+        'return self.work.rows("ds", entries, *lengths)',
         (_PROJECTED_KERNELS,),
     ),
     Fault(
