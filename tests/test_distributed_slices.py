@@ -21,10 +21,12 @@ from flash_dmattn.distributed import exchange as exchanging
 from flash_dmattn.distributed.documents import Spans
 from flash_dmattn.distributed.exchange import places_in, runs_read
 from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
-from flash_dmattn.distributed.slices import HeadGroup, plan
+from flash_dmattn.distributed.slices import HeadGroup, plan, slice_problem
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.masks import IndexScores, PreparedMask, document_mask
+from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
+from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.reference import formula
 
 TOLERANCE = 1e-10
@@ -228,6 +230,25 @@ def test_each_pair_of_a_sequence_is_in_one_call(kind: str, window: tuple[int, in
                 seen[part.batch, part.rows, part.keys] += band[0]
                 assert (part.first_row - part.lead(0.5)) % 16 == 0 == part.first_key % 16 and part.lead(0.0) == 0
             assert torch.equal(seen, layout.shard(allowed, 1, rank)), (spans, layout)
+
+
+def test_the_description_of_a_slice_has_the_strides_of_its_call() -> None:
+    """A slice with rows of zeros before its own has copies, contiguous whatever the bias was."""
+    layout, window = SequenceLayout.contiguous(64, 2), (-1, -1)
+    q, k = torch.randn(2, 32, 4, 8), torch.randn(2, 64, 4, 8)
+    flags = Flags(*window, 1.0, 0.0, False, dropout_p=0.5)
+    spans = Spans((0, 5, 5, 64), "packed")
+    for bias in (torch.randn(2, 32, 64, 4).permute(0, 3, 1, 2), torch.randn(1, 4, 32, 64), torch.randn(2, 1, 1, 64)):
+        needs, heads = NeedsGrad(True, True, True, True, False), HeadGroup(0, 1)
+        parts = plan(layout, 1, 64, window, spans)
+        rows = RankRows(parts, (), [], [], q, bias, None, flags, needs, is_split=True)
+        rank = describe_operands(Inputs(q, k, k, MaskView(), bias, None), flags, needs)
+        assert any(part.lead(0.5) for part in parts)
+        for part in parts:
+            described = slice_problem(rank, part, heads, 64)
+            called, _ = rows._slice(part, heads, MaskView(), None, k, k, part.keys)
+            assert described.bias == called.bias, part
+            assert described.q_strides == called.q_strides or not part.lead(0.5)
 
 
 def test_rows_of_one_document_need_no_mask() -> None:

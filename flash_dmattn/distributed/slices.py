@@ -233,7 +233,7 @@ def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: i
     num_heads_k, num_heads = max(1, rank.num_heads_k // heads.number), rank.num_heads // heads.number
     batch = rank.batch if part.entries is None else part.entries[1] - part.entries[0]
     lead, q_strides = part.lead(rank.dropout_p), rank.q_strides
-    if lead:  # rows with others before them are a copy
+    if lead:
         q_strides = unpacked_spec((batch, part.seqlen_q + lead, num_heads, rank.head_dim)).strides
     return rank._replace(
         batch=batch,
@@ -264,12 +264,15 @@ def _cut_spec(
     kept = heads.of(h)
     keys = part.seqlen_k if j > 1 and has_keys else j
     b = b if b == 1 or part.entries is None else part.entries[1] - part.entries[0]
-    return spec._replace(shape=(b, kept.stop - kept.start, part.seqlen_q + lead if i > 1 else i, keys))
+    shape = (b, kept.stop - kept.start, part.seqlen_q + lead if i > 1 else i, keys)
+    # Rows with others before them are a copy.
+    return spec._replace(shape=shape, strides=unpacked_spec(shape).strides if lead and i > 1 else spec.strides)
 
 
 def with_lead(x: Tensor, dim: int, lead: int, value: float = 0.0) -> Tensor:
-    """Return a tensor with `lead` rows of a value before its own, along a dim; itself without them."""
-    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (lead, 0), value=value) if lead else x
+    """Return a contiguous tensor with `lead` rows of a value before its own, along a dim; itself without them."""
+    # F.pad keeps the strides of heads that are the last dim in memory.
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (lead, 0), value=value).contiguous() if lead else x
 
 
 def share_of_values(rows: int, local_length: int, block_q: int) -> int:
