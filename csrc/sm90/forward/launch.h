@@ -19,7 +19,7 @@ constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
 
 // The most consumers of a block that registers are left for. Each has 64 rows.
 constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
-  if (bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
+  if (bias == Bias::kStrided || has_float_tiles(bias) || head_dim > 64 || head_dim_v > 64) return 2;
   if (mask != MaskForm::kNone && !has_one_row_kernels(bias, mask)) return 2;
   return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
 }
