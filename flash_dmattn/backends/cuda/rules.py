@@ -244,8 +244,8 @@ _RULES: tuple[Rule, ...] = (
         _differentiates_tiles,
         lambda p: (
             f"bias has dtype {dtype_name(_bias(p).dtype)} with {dtype_name(p.dtype)}, head dims are {p.head_dim} and "
-            f"{p.head_dim_v} (v), softcap is {p.softcap}; the backward kernels copy tiles of a bias per query and key in "
-            f"the dtype of q, or in float32 for head dims up to {FLOAT_TILE_DIM} without a softcap"
+            f"{p.head_dim_v} (v), softcap is {p.softcap}; the backward kernels copy tiles of a bias per query and key "
+            f"in the dtype of q, or in float32 at head dims up to {FLOAT_TILE_DIM} without a softcap"
         ),
         hint=f"cast bias, or {_PAIR}",
         calls="dense",
@@ -465,7 +465,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
             or (TAKES_FLOAT_TILES and has_tile_kernels(p) and _reads_tiles(p))
         ),
         lambda p: (
-            "bias is not of the dtype of q, so it is read value by value, or its tiles by kernels that auto does not choose"
+            "bias is not of the dtype of q, so it is read value by value, or as tiles by kernels that nobody has timed"
         ),
         'cast bias, or backend="cuda" runs it all the same',
         calls="dense",
