@@ -586,6 +586,17 @@ def test_values_of_a_bias_in_fp32(backend: Runner, data: str, shape: tuple[str, 
     backend.check(case, alone=True)
 
 
+@pytest.mark.parametrize("mask", (None, ("B", "1", "1", "Lk")), ids=("no mask", "padding"))
+@pytest.mark.parametrize("shape", (FULL, ("1", "Hq", "Lq", "Lk")), ids="-".join)
+@pytest.mark.parametrize("seqlen_q", (100, 150, 250, 330))
+@pytest.mark.parametrize("head_dim", (24, 64))
+def test_rows_and_padding_beside_a_bias_in_fp32(
+    backend: Runner, head_dim: int, seqlen_q: int, shape: tuple[str, ...], mask: tuple[str, ...] | None
+) -> None:
+    """The forward pass of head dims up to 32 has 128, 192 or 256 rows to a block."""
+    backend.check(FLOATS.with_(head_dim=head_dim, seqlen_q=seqlen_q, bias=shape, mask=mask), alone=True)
+
+
 @pytest.mark.parametrize(
     "changes", ({"bias_kind": "inf"}, {"sink": "huge"}, {"softcap": 2.0, "needs_grad": ()}), ids=str
 )
