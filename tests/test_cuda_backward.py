@@ -222,7 +222,16 @@ def test_whole_tiles_of_keys_of_wide_heads(
 
 @pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("q", "k"), ("q", "bias")), ids="-".join)
 @pytest.mark.parametrize(
-    "bias", (None, ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk"), FULL), ids=("none", "per query", "shared", "full")
+    ("bias", "bias_dtype"),
+    (
+        (None, None),
+        (("B", "Hq", "Lq", "1"), None),
+        (("1", "Hq", "Lq", "Lk"), None),
+        (FULL, None),
+        (("1", "Hq", "Lq", "Lk"), torch.float32),
+        (FULL, torch.float32),
+    ),
+    ids=("none", "per query", "shared", "full", "shared in fp32", "full in fp32"),
 )
 @pytest.mark.parametrize("lengths", ((2, 136), (65, 200), (193, 256)), ids=str)
 @pytest.mark.parametrize("heads", ((70, 70, 64), (140, 70, 40), (140, 70, 32), (70, 70, 24)), ids=str)
@@ -231,12 +240,13 @@ def test_dq_that_a_block_completes(
     heads: tuple[int, int, int],
     lengths: tuple[int, int],
     bias: tuple[str, ...] | None,
+    bias_dtype: torch.dtype | None,
     needs_grad: tuple[str, ...],
 ) -> None:
     """Blocks of two key tiles that are all keys: dq is stored, not added to sums, and the same in every run."""
     (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
     case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=bias)
-    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, needs_grad=needs_grad)
+    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, needs_grad=needs_grad, bias_dtype=bias_dtype)
     case = case.with_(batch=1 if bias is None or bias[0] == "B" else 3)
     schedule = schedule_of(differentiated(case, True))
     assert schedule.completes_dq and schedule.has_two_key_tiles and not schedule.is_ordered
@@ -611,7 +621,7 @@ def test_a_bias_in_fp32_is_not_rounded(backend: Runner, shape: tuple[str, ...], 
     """A bias of size 30, of which bf16 has steps of 0.125 to 0.25; rounded, it would miss the rule of accuracy."""
     case = FLOATS.with_(bias=shape)
     if two:
-        case = case.with_(batch=8, num_heads=8, num_heads_k=8, seqlen_q=65, seqlen_k=512)
+        case = case.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=512)
     inputs = case.build()
     assert inputs.bias is not None
     inputs = replace(inputs, bias=30 * inputs.bias)

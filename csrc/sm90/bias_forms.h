@@ -1,6 +1,6 @@
 // The forms of a bias: what a kernel reads for a tile of scores, and what it makes of the gradient. Kernels and the code
 // that launches them ask for these facts and name no form. A new form is an enumerator, its facts, and an entry in the
-// lists of dispatch.h and backward/dispatch.h. bias_window.h has the code of an operand. Includes no CUDA, no torch.
+// lists of dispatch.h and backward/dispatch.h. bias_window.h and float_tile.h have the code of operands. Includes no CUDA, no torch.
 #pragma once
 
 namespace flash_dmattn {
