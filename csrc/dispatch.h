@@ -28,7 +28,7 @@ auto with_mask_form(MaskForm form, F f) {
   return with_one_of<MaskForm::kTiles, MaskForm::kIntervals, MaskForm::kNone>(form, f);
 }
 
-// For the form of a bias that dense kernels of such head dims read beside such a mask.
+// For the form of a bias that dense kernels of such head dims read beside such a mask, any but tiles in fp32.
 template <int kHeadDim, int kHeadDimV, MaskForm kMask, class F>
 auto with_bias_form(Bias bias, F f) {
   if constexpr (kMask == MaskForm::kIntervals) {

@@ -13,6 +13,7 @@ from draws import Drawn
 from layouts import LAYOUTS, offset
 from torch import Tensor
 
+from flash_dmattn.backends.cuda.operands import FLOAT_TILE_DIM
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.explanation import explain_problem
@@ -23,6 +24,8 @@ ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.f
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
+# Those of a bias in fp32, of head dims up to 64.
+FLOAT_FORMS, BACKWARD_FLOAT_FORMS = ("float tile",), ("float tile", "stored float tile")
 SUMMED = "summed tile"  # of head dims up to 128
 WHOLE = "whole tile of keys"  # without mask and bias, of head dims 192 and 128
 NUM_SMS = 132  # of an H200
@@ -87,16 +90,24 @@ def _head_dims(case: Case) -> tuple[int, int]:
     return case.head_dim, case.head_dim_v or case.head_dim
 
 
-def bias_form(bias: Tensor | None, dtype: torch.dtype) -> str:
-    """How the kernel reads a bias if q has that dtype, as `describe_bias` of csrc/api/forward.cpp decides it."""
+def forms_of(forms: tuple[str, ...], floats: tuple[str, ...], dims: tuple[int, ...]) -> tuple[str, ...]:
+    """The forms of a bias that an instance of these head dims has kernels for."""
+    return (*forms, *floats) if max(dims) <= FLOAT_TILE_DIM else forms
+
+
+def bias_form(bias: Tensor | None, case: Case) -> str:
+    """How the kernel of a case reads this bias, as `describe_bias` of csrc/api/forward.cpp decides it."""
     if bias is None or _is_broadcast(bias, 3):
         return "none"
     if _is_broadcast(bias, 2):
         return "vector"
     # The allocator's storages start on 512 bytes.
     aligned = bias.storage_offset() * bias.element_size() % 16 == 0
-    rows = bias.stride(3) == 1 and all(_is_broadcast(bias, dim) or bias.stride(dim) % 8 == 0 for dim in range(3))
-    return "tile" if bias.dtype == dtype and aligned and rows else "strided"
+    steps = [bias.stride(dim) * bias.element_size() for dim in range(3) if not _is_broadcast(bias, dim)]
+    if bias.stride(3) != 1 or not aligned or any(step % 16 for step in steps):
+        return "strided"
+    has_floats = bias.dtype == torch.float32 and case.dropout_p == 0 and max(_head_dims(case)) <= FLOAT_TILE_DIM
+    return "tile" if bias.dtype == case.dtype else "float tile" if has_floats else "strided"
 
 
 class Schedule(NamedTuple):
@@ -133,7 +144,8 @@ using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
   BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                     sizes[10], sizes[11], flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0,
-                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0, flags[9] != 0, flags[10] != 0};
+                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0, flags[9] != 0, flags[10] != 0,
+                    flags[11] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const DbiasSchedule of_dbias =
@@ -187,6 +199,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         p.bias_class == "key",
         p.bias is not None and not p.bias.broadcast()[3],
         p.flags.invariant,
+        has_floats(p) and p.needs_grad.bias,
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
@@ -195,13 +208,19 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
     return Schedule(WRITERS[writer], block_n, full, summed, tiles, bool(decide), *flags_found, *dbias_fields)
 
 
+def has_floats(problem: AttentionProblem) -> bool:
+    """Whether a call has a bias of one value per query and key in fp32."""
+    return problem.bias_class == "score" and problem.bias is not None and problem.bias.dtype == torch.float32
+
+
 def backward_form(problem: AttentionProblem) -> str:
     """How the main backward kernel reads a bias, and what it does with its gradient."""
     if problem.bias is None or problem.bias.broadcast()[3]:
         return "none"
     if problem.bias.broadcast()[2]:
         return "vector"
-    return {"main": "stored tile", "clusters": SUMMED}.get(schedule_of(problem).writer, "tile")
+    tile = "float tile" if has_floats(problem) else "tile"
+    return {"main": f"stored {tile}", "clusters": SUMMED}.get(schedule_of(problem).writer, tile)
 
 
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:

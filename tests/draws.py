@@ -16,6 +16,7 @@ from cases import ALL, DEVICE, GREAT, GREAT_MIN, HIDDEN, JUMPS, MEANS, SEEN, SIG
 from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
+from flash_dmattn.backends.cuda.operands import FLOAT_TILE_DIM
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
@@ -257,12 +258,16 @@ def draw_cuda(number: int) -> Drawn:
     }
     if not has_gradients:
         features |= {"needs_grad": ((),), "dlse": (False,)}
+    if max(INSTANCES[instance]) <= FLOAT_TILE_DIM:  # which have kernels of their own for it
+        features |= {"bias_dtype": (None, None, FP32, FP32, FP16, BF16)}
     case = draw(rng, {**CUDA, **features}, number)
     if not has_gradients:
         case = case.with_(needs_grad=())
     elif is_served:
         case = _differentiable(case, rng)
-    if INSTANCES[instance] != (64, 64) or case.softcap > 0:  # only the kernels of 64 have dropout
+    has_float_tiles = case.bias_dtype == FP32 and case.bias in PER_SCORE
+    # Only the kernels of 64 have dropout.
+    if INSTANCES[instance] != (64, 64) or case.softcap > 0 or has_float_tiles:
         case = case.with_(dropout_p=0.0)
     if case.bias is None and INSTANCES[instance] in ((64, 64), (128, 128)) and number // 168 % 3:
         values = {name: getattr(case, name) for name in ("seqlen_q", "seqlen_k", "window_size", "is_causal")}
@@ -286,6 +291,9 @@ def _differentiable(case: Case, rng: random.Random) -> Case:
         seqlen_k = rng.choice([n for n in CUDA_EDGES if n % 8 == 0])
     case = case.with_(seqlen_k=seqlen_k)
     if not per_score:
+        return case
+    has_floats = max(case.head_dim, case.head_dim_v) <= FLOAT_TILE_DIM and case.softcap == 0
+    if case.bias_dtype == FP32 and has_floats:
         return case
     return case.with_(bias_dtype=None, bias=("B", "Hq", "Lq", "Lk") if "bias" in case.needs_grad else case.bias)
 

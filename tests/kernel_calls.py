@@ -26,6 +26,7 @@ from cuda_forms import (
     backward_works,
     bias_form,
     describe_on_meta,
+    has_floats,
     instance_of,
     schedule_of,
 )
@@ -36,6 +37,7 @@ from out_of_tree import replaced, rules_without
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
+from flash_dmattn.backends.cuda.operands import FLOAT_TILE_DIM
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.backends.triton import passes as triton_passes
 from flash_dmattn.caches import ClockCache
@@ -130,7 +132,10 @@ def drawn_of_cuda() -> Iterator[Sanitized]:
         dims = {"head_dim": (head_dim,), "head_dim_v": (head_dim_v,), "dtype": (BF16, FP16)}
         case = draw(rng, {**WORKS, **dims}, number)
         if case.batch * case.num_heads * case.seqlen_q * case.seqlen_k <= 120 * draws.MOST_SCORES:
-            yield Sanitized(Drawn(case, deterministic=rng.random() < 0.5))
+            drawn = Drawn(case, deterministic=rng.random() < 0.5)
+            yield Sanitized(drawn)
+            if max(head_dim, head_dim_v) <= FLOAT_TILE_DIM and case.bias is not None:
+                yield Sanitized(drawn._replace(case=case.with_(bias_dtype=FP32)))
 
 
 def reached_by(call: Sanitized) -> Reached:
@@ -142,7 +147,7 @@ def reached_by(call: Sanitized) -> Reached:
     if CUDA.broken_rules(problem, passes_of(problem)):
         return Reached()
     instance = instance_of(case)
-    dims, form = instance[:2], bias_form(bias, case.dtype)
+    dims, form = instance[:2], bias_form(bias, case)
     reached: Reached = {("forward", dims, form, has_mask), ("dtype", instance)}
     if call.num_kv_splits > 1:
         reached = {("parts", dims, form, has_mask)}
@@ -156,13 +161,17 @@ def reached_by(call: Sanitized) -> Reached:
         form = WHOLE
     reached |= {("backward", instance, form, has_mask), ("order", dims, form, has_mask, in_order)}
     reached |= {("works", in_order, *backward_works(problem)), ("shared", instance, has_mask, is_shared)}
+    if is_shared and has_floats(problem):
+        reached.add(("shared floats", instance, has_mask))
     if is_shared:
-        reached.add(("slots", max(dims) > 128, case.dtype, schedule.slot_floats > 0, case.seqlen_k % 8 > 0))
+        dtype = FP32 if has_floats(problem) else case.dtype
+        reached.add(("slots", max(dims) > 128, dtype, schedule.slot_floats > 0, case.seqlen_k % 8 > 0))
     if schedule.writer == "clusters":
         tiles = case.batch * case.num_heads * -(-case.seqlen_k // 128)
         reached |= {("clusters", in_order, tiles > NUM_SMS), ("cluster", case.batch)}
     if schedule.has_two_key_tiles:  # the last block has one tile, or two
         reached.add(("pairs", in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
+        reached.add(("forms of pairs", instance, form))
     return reached
 
 

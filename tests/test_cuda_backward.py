@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import error, oracle, run
+from accuracy import assert_accurate, error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
 from cuda_forms import differentiated, schedule_of
@@ -222,7 +222,16 @@ def test_whole_tiles_of_keys_of_wide_heads(
 
 @pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("q", "k"), ("q", "bias")), ids="-".join)
 @pytest.mark.parametrize(
-    "bias", (None, ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk"), FULL), ids=("none", "per query", "shared", "full")
+    ("bias", "bias_dtype"),
+    (
+        (None, None),
+        (("B", "Hq", "Lq", "1"), None),
+        (("1", "Hq", "Lq", "Lk"), None),
+        (FULL, None),
+        (("1", "Hq", "Lq", "Lk"), torch.float32),
+        (FULL, torch.float32),
+    ),
+    ids=("none", "per query", "shared", "full", "shared in fp32", "full in fp32"),
 )
 @pytest.mark.parametrize("lengths", ((2, 136), (65, 200), (193, 256)), ids=str)
 @pytest.mark.parametrize("heads", ((70, 70, 64), (140, 70, 40), (140, 70, 32), (70, 70, 24)), ids=str)
@@ -231,12 +240,13 @@ def test_dq_that_a_block_completes(
     heads: tuple[int, int, int],
     lengths: tuple[int, int],
     bias: tuple[str, ...] | None,
+    bias_dtype: torch.dtype | None,
     needs_grad: tuple[str, ...],
 ) -> None:
     """Blocks of two key tiles that are all keys: dq is stored, not added to sums, and the same in every run."""
     (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
     case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=bias)
-    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, needs_grad=needs_grad)
+    case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, needs_grad=needs_grad, bias_dtype=bias_dtype)
     case = case.with_(batch=1 if bias is None or bias[0] == "B" else 3)
     schedule = schedule_of(differentiated(case, True))
     assert schedule.completes_dq and schedule.has_two_key_tiles and not schedule.is_ordered
@@ -535,3 +545,120 @@ def test_rows_of_a_bias_that_start_between_16_bytes(backend: Runner, keys: int, 
         leave_out(inputs.mask)
     backend.check(case, inputs)
     assert backend.choice(case, inputs) == "cuda"
+
+
+# A bias in fp32 beside q, k and v in 16 bits
+
+FLOATS = BASE.with_(bias_dtype=torch.float32)
+BY_HEADS = ("B", "Hk", "Lq", "Lk")
+OWN_OR_SHARED = {
+    "own": FULL,
+    "by entries": ("1", "Hq", "Lq", "Lk"),
+    "by heads": BY_HEADS,
+    "by all": ("1", "1", "Lq", "Lk"),
+}
+every_float_bias = pytest.mark.parametrize("shape", OWN_OR_SHARED.values(), ids=OWN_OR_SHARED)
+
+
+@every_mask
+@every_float_bias
+@pytest.mark.parametrize(("head_dim", "deterministic"), ((64, False), (24, True)), ids=str)
+def test_a_bias_in_fp32_under_every_mask(
+    backend: Runner, head_dim: int, deterministic: bool, shape: tuple[str, ...], form: str, unwritten_is_nan: None
+) -> None:
+    case = FLOATS.with_(head_dim=head_dim, bias=shape, **GROUPS)
+    assert backend.choice(case, case.build()) == "cuda"
+    check_masked(backend, case, form, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    (((1, 264), torch.float16), ((129, 201), torch.bfloat16), ((300, 776), torch.float16)),
+    ids=str,
+)
+@pytest.mark.parametrize("needs_grad", (ALL, (), ("bias",), ("q", "k", "v")), ids="-".join)
+@every_float_bias
+def test_lengths_and_gradients_of_a_bias_in_fp32(
+    backend: Runner, shape: tuple[str, ...], needs_grad: tuple[str, ...], lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Rows between 16 bytes are copied where the copy is small, or rows are short."""
+    seqlen_q, seqlen_k = lengths
+    case = FLOATS.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, bias=shape, needs_grad=needs_grad)
+    backend.check(case.with_(batch=9 if shape[0] == "1" else 2))
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("shape", (FULL, ("1", "Hq", "Lq", "Lk")), ids="-".join)
+@pytest.mark.parametrize("data", ("row -1e9", "row -1e30", "key 1e9", "key 1e30", "seen nan bias", "hidden inf bias"))
+def test_values_of_a_bias_in_fp32(backend: Runner, data: str, shape: tuple[str, ...], masked: bool) -> None:
+    """Great ones, for which there is a loop of its own, and those that are no number."""
+    case = FLOATS.with_(bias=shape, data=data, mask=("B", "1", "Lq", "Lk") if masked else None)
+    backend.check(case, alone=True)
+
+
+@pytest.mark.parametrize("mask", (None, ("B", "1", "1", "Lk")), ids=("no mask", "padding"))
+@pytest.mark.parametrize("shape", (FULL, ("1", "Hq", "Lq", "Lk")), ids="-".join)
+@pytest.mark.parametrize("seqlen_q", (100, 150, 250, 330))
+@pytest.mark.parametrize("head_dim", (24, 64))
+def test_rows_and_padding_beside_a_bias_in_fp32(
+    backend: Runner, head_dim: int, seqlen_q: int, shape: tuple[str, ...], mask: tuple[str, ...] | None
+) -> None:
+    """The forward pass of head dims up to 32 has 128, 192 or 256 rows to a block."""
+    backend.check(FLOATS.with_(head_dim=head_dim, seqlen_q=seqlen_q, bias=shape, mask=mask), alone=True)
+
+
+@pytest.mark.parametrize(
+    "changes", ({"bias_kind": "inf"}, {"sink": "huge"}, {"softcap": 2.0, "needs_grad": ()}), ids=str
+)
+@every_float_bias
+def test_other_facts_beside_a_bias_in_fp32(backend: Runner, shape: tuple[str, ...], changes: dict[str, Any]) -> None:
+    backend.check(FLOATS.with_(bias=shape, **changes), alone=True)
+
+
+@pytest.mark.parametrize("two", (False, True), ids=("a tile of keys", "two tiles of keys"))
+@every_float_bias
+def test_a_bias_in_fp32_is_not_rounded(backend: Runner, shape: tuple[str, ...], two: bool) -> None:
+    """A bias of size 30, of which bf16 has steps of 0.125 to 0.25; rounded, it would miss the rule of accuracy."""
+    case = FLOATS.with_(bias=shape)
+    if two:
+        case = case.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=512)
+    inputs = case.build()
+    assert inputs.bias is not None
+    inputs = replace(inputs, bias=30 * inputs.bias)
+    assert schedule_of(differentiated(case), NUM_SMS).has_two_key_tiles == (two and shape == FULL)
+    backend.check(case, inputs, alone=True)
+    rounded = backend(case, replace(inputs, bias=inputs.bias.bfloat16().float()))
+    with pytest.raises(AssertionError):
+        assert_accurate(rounded, case, inputs)
+
+
+@pytest.mark.parametrize("changes", ({}, {"is_causal": True}, {"mask": TILES}), ids=str)
+@pytest.mark.parametrize(("chunks", "keys"), ((1, 264), (3, 264), (1, 197)))
+@every_float_bias
+def test_a_gradient_in_fp32_is_not_rounded(
+    backend: Runner,
+    shape: tuple[str, ...],
+    chunks: int,
+    keys: int,
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the loss is only of lse, which delta has in fp32, nothing has 16 bits but what kernels would make of ds."""
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
+    case = FLOATS.with_(
+        batch=9, seqlen_k=264 if shape == BY_HEADS else keys, bias=shape, needs_grad=("bias",), **changes
+    )
+    inputs = case.build()
+    inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
+    dbias = backend(case, inputs)["dbias"]
+    assert dbias is not None and dbias.dtype == torch.float32
+    assert error(dbias, oracle(case, inputs)["dbias"]) < 1e-5
+
+
+@pytest.mark.parametrize("heads", ("1", "Hk"))
+def test_a_bias_in_fp32_that_is_expanded(backend: Runner, heads: str, unwritten_is_nan: None) -> None:
+    case = FLOATS.with_(bias=("B", heads, "Lq", "Lk"), **GROUPS)
+    inputs = case.build()
+    assert inputs.bias is not None
+    expanded = replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias))
+    backend.check(case, expanded, alone=True)

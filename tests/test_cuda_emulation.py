@@ -107,6 +107,20 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
+    "a bias in fp32": (
+        3,
+        tuple(
+            f"test_cuda_backward.py::test_{name}"
+            for name in (
+                "a_bias_in_fp32_under_every_mask",
+                "lengths_and_gradients_of_a_bias_in_fp32",
+                "values_of_a_bias_in_fp32",
+                "rows_and_padding_beside_a_bias_in_fp32",
+                "a_bias_in_fp32_is_not_rounded",
+                "a_gradient_in_fp32_is_not_rounded",
+            )
+        ),
+    ),
     "layouts": (2, ("test_cuda_backward.py::test_dout_in_a_layout_of_its_own",)),
     "lists of tiles": (0, ("test_list_tiles.py::test_calls_on_cuda_are_those_of_the_mask",)),
     "whole tiles of keys": (8, ("test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads",)),

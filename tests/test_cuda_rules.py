@@ -24,6 +24,7 @@ from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch import config
+from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import MaskView, SequenceSpec
 from flash_dmattn.problem.inputs import Inputs
@@ -132,6 +133,11 @@ DIFFERENTIATED = (
     {"bias": (1, 1, 4096, 4096), **GRADIENTS, "kv_heads": 2},
     {"bias": (2, 16, 4096, 4095), "bias_strides": (2**28, 2**24, 2**12, 1), "seqlen_k": 4095, **GRADIENTS},
     {"bias": PER_SCORE, "bias_dtype": "fp32", "bias_strides": (2**12, 1, 0, 2**13), **GRADIENTS},
+    {**DBIAS, "bias_dtype": "fp32", **GRADIENTS, "is_causal": True},
+    {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512), "bias_dtype": "fp32", "bias_grad": True, "deterministic": True},
+    {"bias": PER_SCORE, "bias_dtype": "fp32", "bias_strides": (2**28, 2**24, 2**12 + 4, 1), **GRADIENTS},
+    {"q": (256, 129, 32, 24), "bias": (256, 32, 129, 129), "bias_dtype": "fp32", "bias_grad": True},
+    {"q": (128, 197, 12, 64), "bias": (1, 12, 197, 197), "bias_dtype": "fp32", "bias_grad": True, **GRADIENTS},
     {"bias": (2, 4, 1, 4095), "bias_dtype": "fp32", "bias_grad": True, "kv_heads": 4, "seqlen_k": 4095, **GRADIENTS},
     {"bias": (1, 16, 4096, 1), "bias_dtype": "fp16", "bias_grad": True},
     {"q": (2, 4096, 16, 8), "head_dim_v": 128, "mask": (1, 1, 4096, 4096), "mask_prepared": True, **GRADIENTS},
@@ -193,6 +199,41 @@ def test_what_it_does_not_differentiate(code: str, call: dict[str, Any]) -> None
 def test_what_it_differentiates(call: dict[str, Any]) -> None:
     explanation = explained(**call, backend="cuda")
     assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "cuda", None)
+
+
+FLOATS = {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS}
+
+
+@pytest.mark.parametrize(
+    ("code", "call"),
+    (
+        ("tile_bias_dtype", {**FLOATS, "bias_dtype": "fp16"}),
+        ("tile_bias_dtype", {**FLOATS, "softcap": 30.0}),
+        ("tile_bias_dtype", {**FLOATS, "q": (2, 4096, 16, 72)}),
+        ("tile_bias_rows", {**FLOATS, "bias_strides": (2**28, 2**24, 2**12 + 2, 1)}),
+    ),
+    ids=str,
+)
+def test_a_bias_of_another_dtype_that_it_does_not_differentiate(code: str, call: dict[str, Any]) -> None:
+    pair = explained(**call, backend=("cuda", "triton"))
+    assert (pair.forward, pair.backward, pair.error) == ("cuda", "triton", None)
+    reasons = explained(**call, backend="cuda").verdicts[0].reasons
+    assert [reason.code for reason in reasons if reason.code != "bias_copies"] == [code]
+
+
+def test_one_switch_has_auto_take_a_bias_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512), "bias_dtype": "fp32", "bias_grad": True, **GRADIENTS}
+    others = ({**call, "q": (8, 512, 16, 128)}, {**call, "bias_strides": (2**22, 2**18, 514, 1)})
+    assert [(explained(**each).forward, explained(**each).backward) for each in (call, *others)] == 3 * [
+        ("triton", "triton")
+    ]
+    monkeypatch.setattr(cuda_rules, "TAKES_FLOAT_TILES", True)
+    choices_changed()
+    assert [(explained(**each).forward, explained(**each).backward) for each in (call, *others)] == [
+        ("cuda", "cuda"),
+        *2 * [("triton", "triton")],
+    ]
+    choices_changed()
 
 
 def test_auto_takes_triangle_attention_of_several_examples() -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_triton
-from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED, WHOLE
+from cuda_forms import (
+    ALL_INSTANCES,
+    BACKWARD_FLOAT_FORMS,
+    BACKWARD_FORMS,
+    BIAS_FORMS,
+    FLOAT_FORMS,
+    SUMMED,
+    WHOLE,
+    forms_of,
+)
 from gpu_checks import SANITIZED
 from kernel_calls import HELD_CALLS, calls_of
 
@@ -54,25 +63,35 @@ def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     by_kind = reached("cuda")
     flags, dtypes = (False, True), (torch.float16, torch.bfloat16)
     narrow = [dims for dims in INSTANCES if max(dims) <= 128]
-    assert by_kind["forward"] == set(itertools.product(INSTANCES, BIAS_FORMS, flags))
-    assert by_kind["parts"] >= set(itertools.product(narrow, ("none", "vector", "tile"), flags))
+    with_floats = [instance for instance in ALL_INSTANCES if max(instance[:2]) <= 64]
+    forward = [(dims, form) for dims in INSTANCES for form in forms_of(BIAS_FORMS, FLOAT_FORMS, dims)]
+    assert by_kind["forward"] == {(*each, has_mask) for each in forward for has_mask in flags}
+    parts = [(dims, form) for dims, form in forward if dims in narrow and form != "strided"]
+    assert by_kind["parts"] >= {(*each, has_mask) for each in parts for has_mask in flags}
     summed = [instance for instance in ALL_INSTANCES if instance[:2] in narrow]
     assert by_kind["backward"] == {
         *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),
+        *itertools.product(with_floats, BACKWARD_FLOAT_FORMS, flags),
         *itertools.product(summed, [SUMMED], flags),
         *(((192, 128, dtype), WHOLE, False) for dtype in dtypes),
     }
-    forms = [*itertools.product(INSTANCES, BACKWARD_FORMS), *itertools.product(narrow, [SUMMED])]
+    forms = [
+        *((dims, form) for dims in INSTANCES for form in forms_of(BACKWARD_FORMS, BACKWARD_FLOAT_FORMS, dims)),
+        *itertools.product(narrow, [SUMMED]),
+    ]
     orders = {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
     assert by_kind["order"] == orders | {((192, 128), WHOLE, False, in_order) for in_order in flags}
     assert by_kind["shared"] == set(itertools.product(ALL_INSTANCES, flags, flags))
+    assert by_kind["shared floats"] == set(itertools.product(with_floats, flags))
+    assert by_kind["forms of pairs"] >= set(itertools.product(with_floats, ("stored tile", *BACKWARD_FLOAT_FORMS)))
     assert by_kind["dtype"] == {(instance,) for instance in ALL_INSTANCES}
     # With a softcap, which the kernel of a shared gradient has, too.
     assert by_kind["capped"] >= set(itertools.product(INSTANCES, ("none", "vector", "tile")))
     assert by_kind["capped"] >= set(itertools.product(narrow, BACKWARD_FORMS))
     assert by_kind["capped sum"] == set(itertools.product(INSTANCES, flags))
     assert by_kind["slots"] >= {(*part, True) for part in itertools.product(flags, dtypes, [True])}
-    assert {part[:3] for part in by_kind["slots"]} == set(itertools.product(flags, dtypes, flags))
+    slots = {part[:3] for part in by_kind["slots"]}
+    assert slots == {*itertools.product(flags, dtypes, flags), *((False, torch.float32, flag) for flag in flags)}
     assert by_kind["clusters"] == set(itertools.product(flags, flags)) and by_kind["cluster"] == {(2,), (4,), (8,)}
     assert by_kind["pairs"] == set(itertools.product(flags, flags, flags))
     heads = {(in_order, heads) for in_order, heads, _ in by_kind["works"]}

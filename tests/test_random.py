@@ -18,7 +18,18 @@ import torch
 from accuracy import assert_accurate
 from cases import DEVICE
 from conftest import Runner
-from cuda_forms import ALL_INSTANCES, BIAS_FORMS, bias_form, describe_on_meta, described, instance_of
+from cuda_forms import (
+    ALL_INSTANCES,
+    BACKWARD_FLOAT_FORMS,
+    BACKWARD_FORMS,
+    BIAS_FORMS,
+    FLOAT_FORMS,
+    bias_form,
+    describe_on_meta,
+    described,
+    has_floats,
+    instance_of,
+)
 from descriptors import descriptors_wherever_they_serve
 from draws import (
     CUDA_EDGES,
@@ -149,17 +160,23 @@ def test_cuda_runs_every_kernel() -> None:
     refused = with_gradients = 0
     for x in map(draw_cuda, range(1100)):
         case, (problem, bias) = x.case, describe_on_meta(x)
-        kernels.add((instance_of(case), bias_form(bias, case.dtype), case.mask is not None))
+        kernels.add((instance_of(case), bias_form(bias, case), case.mask is not None))
         if any(problem.needs_grad):
             with_gradients += 1
             if CUDA.broken_rules(problem, ("backward",)):
                 refused += 1
                 continue
             instance = instance_of(case)
-            form = bias_form(bias, case.dtype) if bias is None or 1 in bias.shape[2:] else "tile"
-            stored = form == "tile" and problem.needs_grad.bias
-            differentiated.add((instance, "stored tile" if stored else form, case.mask is not None))
-    assert kernels == set(itertools.product(ALL_INSTANCES, BIAS_FORMS, (False, True)))
-    forms = ("none", "vector", "tile", "stored tile")
-    assert differentiated == set(itertools.product(ALL_INSTANCES, forms, (False, True)))
+            tile = "float tile" if has_floats(problem) else "tile"
+            form = bias_form(bias, case) if bias is None or 1 in bias.shape[2:] else tile
+            stored = form == tile and problem.needs_grad.bias
+            differentiated.add((instance, f"stored {tile}" if stored else form, case.mask is not None))
+    flags, is_float = (False, True), lambda each: "float" in each[1]
+    assert {each for each in kernels if not is_float(each)} == set(itertools.product(ALL_INSTANCES, BIAS_FORMS, flags))
+    others = {each for each in differentiated if not is_float(each)}
+    assert others == set(itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags))
+    # Of either dtype.
+    for reached, forms in ((kernels, FLOAT_FORMS), (differentiated, BACKWARD_FLOAT_FORMS)):
+        floats = {(dims[:2], *rest) for dims, *rest in filter(is_float, reached)}
+        assert floats == set(itertools.product(cuda_rules.INSTANCES[:2], forms, flags))
     assert with_gradients > 500 and refused < with_gradients / 2

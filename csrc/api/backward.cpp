@@ -171,7 +171,8 @@ namespace {
 // Writes the gradients that are present, all contiguous but for one dbias, see below. mask: {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
 // no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
-// caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype;
+// caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype, which is
+// q's or fp32;
 // written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
 // tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys. A bias by distance has a
 // contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq),

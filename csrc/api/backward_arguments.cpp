@@ -64,7 +64,7 @@ void BackwardPass::check_dbias() const {
     const bool has_pieces = sequences == nullptr && args.dbias->dim() == 4 && args.dbias->size(3) == columns;
     check_dims(op, *args.dbias, "dbias",
                {args.bias->size(0), args.bias->size(1), score_sizes.seqlen_q, has_pieces ? columns : keys}, args.q);
-    check_dtype(op, *args.dbias, "dbias", args.q.scalar_type());
+    check_dtype(op, *args.dbias, "dbias", args.bias->scalar_type());
   }
   if (args.dbias_sums.has_value()) {
     const bool packs_keys = params.sequences.bias_packs_keys, has_all_keys = sequences == nullptr || packs_keys;
@@ -126,11 +126,19 @@ void BackwardPass::describe_bias() {
     CHECK_FOR(op, writer == DbiasWriter::kNone, "dbias is of a bias of one value per query and key");
     bias_form = is_broadcast(bias, 3) ? BackwardBias::kNone : BackwardBias::kVector;
   } else {
-    CHECK_FOR(op, bias.scalar_type() == args.q.scalar_type(),
-              "bias of one value per query and key needs the dtype of q");
-    CHECK_FOR(op, sequences == nullptr || can_copy_tiles(bias, args.q),
+    const bool is_float = bias.scalar_type() == ScalarType::Float, stores = writer == DbiasWriter::kMain;
+    CHECK_FOR(op, sequences == nullptr || can_copy_tiles(bias, args.q.scalar_type()),
               "bias per query and key needs rows that TMA can read, in the dtype of q");
-    bias_form = writer == DbiasWriter::kMain       ? BackwardBias::kTileStore
+    CHECK_FOR(op, bias.scalar_type() == args.q.scalar_type() || is_float,
+              "bias of one value per query and key needs the dtype of q, or float32");
+    CHECK_FOR(op,
+              !is_float || (has_float_tile_kernels(static_cast<int>(kernels.head_dim),
+                                                   static_cast<int>(kernels.head_dim_v)) &&
+                            args.softcap <= 0 && !args.dropout_key.has_value()),
+              "there are no kernels with a bias of one value per query and key in float32 of head dims ",
+              kernels.head_dim, " and ", kernels.head_dim_v, " (v), nor with a softcap or dropout");
+    bias_form = is_float ? (stores ? BackwardBias::kFloatTileStore : BackwardBias::kFloatTile)
+                : stores                           ? BackwardBias::kTileStore
                 : writer == DbiasWriter::kClusters ? BackwardBias::kTileSum
                                                    : BackwardBias::kTile;
   }
@@ -168,7 +176,7 @@ void BackwardPass::describe_operands() {
   params.v = map_rows(op, args.v, "v", schedule.block_n, of);
   params.dout = map_rows(op, args.dout, "dout", block_m, of);
   if (has_bias_tiles()) params.bias = map_scores(op, *args.bias, "bias", block_m, of);
-  if (bias_form == BackwardBias::kTileStore) {
+  if (stores_tiles(bias_form)) {
     // dbias may lie in a larger tensor, if its rows are whole pieces of 16 bytes.
     const Tensor& dbias = *args.dbias;
     for (int dim = 0; dim < 3; ++dim) {

@@ -47,6 +47,7 @@ void BackwardPass::choose_writer(int device) {
   call.takes_plain_kernels = args.softcap > 0 || args.dropout_key.has_value() || args.outside != kNotByDistance;
   call.is_deterministic = args.deterministic;
   call.is_invariant = args.invariant;
+  call.has_float_dbias = has_dbias && args.dbias->scalar_type() == torch::headeronly::ScalarType::Float;
   call.needs_dq = args.dq.has_value();
   call.needs_dk_or_dv = args.dk.has_value() || args.dv.has_value();
   const SequenceParams& of = params.sequences;
@@ -90,9 +91,11 @@ void BackwardPass::clear_dbias() const {
   ClearDbiasParams cleared{};
   cleared.packs_rows = params.sequences.bias_packs_queries;
   cleared.x = dbias.mutable_data_ptr();
-  cleared.stride_b = cleared.packs_rows ? 0 : dbias.stride(0) / 8;
-  cleared.stride_h = dbias.stride(1) / 8;
-  cleared.stride_q = dbias.stride(2) / 8;
+  const int64_t chunk = 16 / static_cast<int64_t>(dbias.element_size());
+  cleared.is_float = dbias.scalar_type() == torch::headeronly::ScalarType::Float;
+  cleared.stride_b = cleared.packs_rows ? 0 : dbias.stride(0) / chunk;
+  cleared.stride_h = dbias.stride(1) / chunk;
+  cleared.stride_q = dbias.stride(2) / chunk;
   cleared.number = static_cast<int>(entries);
   cleared.num_heads = params.num_heads;
   cleared.rows = static_cast<int>(dbias.size(2));
@@ -104,8 +107,8 @@ void BackwardPass::clear_dbias() const {
   check(launch_clear_dbias(cleared, stream), op, "launching the kernel that clears dbias");
 }
 
-// Writes all of a dbias that heads share: contiguous, in the dtype of q, from slots unless its rows are a multiple of 8
-// keys.
+// Writes all of a dbias that heads share: contiguous, in the dtype of the bias, from slots unless its rows are a multiple
+// of 8 keys.
 void BackwardPass::store_shared_dbias() const {
   const Tensor& dbias = *args.dbias;
   const DbiasSchedule& by = dbias_schedule;
@@ -119,6 +122,7 @@ void BackwardPass::store_shared_dbias() const {
   SharedDbiasParams shared = summed_operands(scores);
   shared.bias = scores_map(op, *args.bias, "bias", kTile);
   shared.dbias = dbias.mutable_data_ptr();
+  if (call.has_float_dbias && !by.has_slots) shared.slots = static_cast<float*>(shared.dbias);
   shared.dbias_heads = static_cast<int>(heads);
   shared.heads_per_dbias = static_cast<int>(scores.num_heads / heads);
   shared.slot_columns = static_cast<int>(by.slot_columns);
@@ -229,7 +233,8 @@ void BackwardPass::add_chunks(const SharedDbiasParams& from) const {
   added.slot_columns = from.slot_columns;
   added.seqlen_k = from.seqlen_k;
   added.stores_fours = from.seqlen_k % 4 == 0;
-  check(kernels.add_chunks(added, stream), op, "launching the kernel that adds chunks of dbias");
+  const auto launch = call.has_float_dbias ? &launch_add_chunks<float> : kernels.add_chunks;
+  check(launch(added, stream), op, "launching the kernel that adds chunks of dbias");
 }
 
 }  // namespace flash_dmattn

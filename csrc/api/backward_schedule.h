@@ -27,6 +27,7 @@ struct BackwardCall {
   bool has_key_bias;                       // a bias of one value per key
   bool has_bias;                           // of one value per key, per query and key, or per distance
   bool is_invariant;
+  bool has_float_dbias;                    // of one value per query and key in fp32
 };
 
 constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
@@ -41,7 +42,7 @@ enum class DbiasWriter {
 // Who writes dbias, if clusters of `batch` blocks find room on the GPU; without room, kSharedDbias replaces kClusters.
 // Clusters serve a dbias that the whole batch shares and nothing else does. The batch has to be a cluster size, and
 // rows of dbias written 16 bytes at a time. All entries need one mask: else the blocks of a cluster would walk
-// different queries.
+// different queries. A dbias in fp32 is none of 16-bit terms, which are all that blocks exchange.
 inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (call.dbias_batch == 0) return DbiasWriter::kNone;
   const bool is_shared = call.dbias_batch < call.batch || call.dbias_heads < call.num_heads;
@@ -50,7 +51,7 @@ inline DbiasWriter dbias_writer(const BackwardCall& call) {
   const bool is_cluster_size = call.batch == 2 || call.batch == 4 || call.batch == 8;
   const bool sums = is_cluster_size && call.dbias_batch == 1 && call.dbias_heads == call.num_heads &&
                     call.seqlen_k % kDbiasColumns == 0 && call.mask_batch <= 1 &&
-                    (call.needs_dq || call.needs_dk_or_dv) &&
+                    (call.needs_dq || call.needs_dk_or_dv) && !call.has_float_dbias &&
                     backward_sums_dbias(call.head_dim, call.head_dim_v, call.takes_plain_kernels);
   return sums ? DbiasWriter::kClusters : DbiasWriter::kSharedDbias;
 }

@@ -187,11 +187,13 @@ inline MaskTiles mask_tiles(const std::vector<torch::stable::Tensor>& mask, cons
 // Whether one value serves every index of the dim.
 inline bool is_broadcast(const torch::stable::Tensor& x, int dim) { return x.size(dim) == 1 || x.stride(dim) == 0; }
 
-// Whether TMA can read tiles of the bias: rows of unit stride that start on 16 bytes, in the dtype of q.
-inline bool can_copy_tiles(const torch::stable::Tensor& bias, const torch::stable::Tensor& q) {
-  bool can = bias.scalar_type() == q.scalar_type() && bias.stride(3) == 1;
+// Whether TMA can read tiles of the bias: rows of unit stride that start on 16 bytes, in this dtype.
+inline bool can_copy_tiles(const torch::stable::Tensor& bias, torch::headeronly::ScalarType dtype) {
+  bool can = bias.scalar_type() == dtype && bias.stride(3) == 1;
   can &= reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0;
-  for (int dim = 0; dim < 3; ++dim) can &= is_broadcast(bias, dim) || bias.stride(dim) % 8 == 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    can &= is_broadcast(bias, dim) || bias.stride(dim) * static_cast<int64_t>(bias.element_size()) % 16 == 0;
+  }
   return can;
 }
 

@@ -60,14 +60,18 @@ struct ForwardArguments {
 };
 
 // Chooses how the kernel reads the bias, and sets its fields.
-Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
+Bias describe_bias(const ForwardArguments& call, const KernelInstance& instance, ForwardParams& params) {
   const Tensor& bias = *call.bias;
   params.bias_values = bias_values(call.op, bias, call.q.size(2));
   if (call.outside != kNotByDistance) return Bias::kRelative;
   params.bias_is_per_query = is_broadcast(bias, 3);
   if (params.bias_is_per_query) return Bias::kNone;
   if (is_broadcast(bias, 2)) return Bias::kVector;
-  if (can_copy_tiles(bias, call.q)) return Bias::kTile;
+  if (can_copy_tiles(bias, call.q.scalar_type())) return Bias::kTile;
+  const bool takes_floats = has_float_tile_kernels(static_cast<int>(instance.head_dim),
+                                                   static_cast<int>(instance.head_dim_v)) &&
+                            call.sequences == nullptr && !call.dropout_key.has_value();
+  if (takes_floats && can_copy_tiles(bias, ScalarType::Float)) return Bias::kFloatTile;
   CHECK_FOR(call.op, call.sequences == nullptr,
             "bias per query and key needs rows that TMA can read, in the dtype of q");
   return Bias::kStrided;
@@ -141,12 +145,12 @@ struct Work {
 
 // Sets the work tiles of a dense call, and their order. `rows`: its sizes where heads are rows, which bands do not count.
 Work schedule(const ForwardArguments& call, const Sizes& sizes, const Sizes& rows, const ForwardTile& tile,
-              bool has_bias_tiles, int num_sms, cudaStream_t stream, ForwardParams& params) {
+              bool has_bias_per_score, int num_sms, cudaStream_t stream, ForwardParams& params) {
   const bool has_mask = !call.mask.empty(), is_banded = has_band(sizes, call.low, call.high);
   const int64_t pairs = rows.batch * rows.num_heads, blocks_q = ceil_div(rows.seqlen_q, tile.block_m);
   CHECK_FOR(call.op, pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
-  params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
+  params.batch_is_inner = shares_over_batch(params, has_bias_per_score, has_mask);
   // A section's keys and values fit in L2.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   const int64_t inner_pairs = params.batch_is_inner ? rows.batch : rows.num_heads / rows.num_heads_k;
@@ -248,7 +252,7 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
     check_bias(op, *call.bias, sizes, call.q);
   }
   ForwardVariant variant{};
-  variant.bias = call.bias.has_value() ? describe_bias(call, params) : Bias::kNone;
+  variant.bias = call.bias.has_value() ? describe_bias(call, instance, params) : Bias::kNone;
   variant.mask = checked_mask_form(op, call.mask, false, sizes, call.q);
   CHECK_FOR(op, variant.mask != MaskForm::kIntervals || takes_intervals(variant.bias),
             "a bias per query and key needs bits of a mask");
@@ -280,7 +284,7 @@ void describe_operands(const ForwardArguments& call, const Sizes& sizes, const F
                  : map(call.q, "q", tile.block_m);
   params.k = map_keys(call.k, "k");
   params.v = map_keys(call.v, "v");
-  if (variant.bias == Bias::kTile) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
+  if (has_tiles(variant.bias)) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
   set_out(call, sizes, params);
   set_sink(op, call.sink, sizes.num_heads, call.q, params);
   set_band(sizes, call.low, call.high, params);
@@ -310,9 +314,9 @@ void forward(const ForwardArguments& call) {
   variant.holds_bias = pays_to_hold_bias(instance, variant.bias, sizes, params, has_more, num_sms);
   const ForwardTile tile = instance.tile(variant);
   describe_operands(call, sizes, variant, tile, params);
-  const bool has_bias_tiles = variant.bias == Bias::kTile || variant.bias == Bias::kStrided;
+  const bool has_bias_per_score = has_tiles(variant.bias) || is_read_by_threads(variant.bias);
   const Work work = sequences == nullptr
-                        ? schedule(call, sizes, rows, tile, has_bias_tiles, num_sms, device.stream, params)
+                        ? schedule(call, sizes, rows, tile, has_bias_per_score, num_sms, device.stream, params)
                         : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
   check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
 }

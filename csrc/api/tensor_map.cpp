@@ -33,29 +33,31 @@ Encode encoder(const char* op) {
   return function;
 }
 
-// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first. A box has 64 columns,
-// and so many places of the next two dims.
+// The descriptor of a tensor of 16 bits or fp32. Dims and strides (in elements) are innermost first. A box has 128 bytes of
+// columns, and so many places of the next two dims.
 template <size_t kRank>
 CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::array<int64_t, kRank> sizes,
                        std::array<int64_t, kRank> strides, int rows, CUtensorMapL2promotion promotion,
                        int outer_rows = 1) {
   CHECK_FOR(op, strides[0] == 1 || sizes[0] == 1, name, " has no unit stride in its last dim");
+  const int64_t value_bytes = x.element_size();
   cuuint64_t dims[kRank], bytes[kRank - 1];
   cuuint32_t box[kRank], steps[kRank];
   for (size_t dim = 0; dim < kRank; ++dim) {
     dims[dim] = static_cast<cuuint64_t>(sizes[dim]);
-    box[dim] = static_cast<cuuint32_t>(dim == 0 ? 64 : dim == 1 ? rows : dim == 2 ? outer_rows : 1);
+    box[dim] = static_cast<cuuint32_t>(dim == 0 ? 128 / value_bytes : dim == 1 ? rows : dim == 2 ? outer_rows : 1);
     steps[dim] = 1;
     if (dim == 0) continue;
     // The stride of a dim of size 1 is never taken, so any valid one will do.
-    bytes[dim - 1] = sizes[dim] == 1 ? 16 : static_cast<cuuint64_t>(strides[dim] * 2);
+    bytes[dim - 1] = sizes[dim] == 1 ? 16 : static_cast<cuuint64_t>(strides[dim] * value_bytes);
     CHECK_FOR(op, bytes[dim - 1] % 16 == 0 && bytes[dim - 1] > 0, name, " has a stride of ", strides[dim],
-              " elements; TMA takes positive multiples of 8");
+              " elements; TMA takes positive multiples of ", 16 / value_bytes);
   }
   auto* const data = const_cast<void*>(x.const_data_ptr());
   CHECK_FOR(op, reinterpret_cast<uintptr_t>(data) % 16 == 0, name, " does not start on 16 bytes");
-  const auto dtype =
-      x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto dtype = x.scalar_type() == ScalarType::Float  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                     : x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   const CUresult result = encoder(op)(&map, dtype, kRank, data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                       CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

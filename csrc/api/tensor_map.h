@@ -7,7 +7,7 @@
 
 namespace flash_dmattn {
 
-// A box is `rows` rows of 64 columns, with the 128-byte swizzle. Elements outside the tensor read as 0 and are not
+// A box is `rows` rows of 64 columns of 16 bits, or 32 of fp32, with the 128-byte swizzle. Elements outside the tensor read as 0 and are not
 // written. `op` and `name` are the operator and its argument, for error messages.
 
 // For q, k, v or dout, (B, L, H, D): dims (D, L, H, B), innermost first. is_alone: rows have 64 bytes, and their

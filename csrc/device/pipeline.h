@@ -96,16 +96,16 @@ __device__ __forceinline__ void tma_store_box(const CUtensorMap* map, const uint
   tma_store_5d(map, from, column, at.row, head, at.shift, at.entry);
 }
 
-// Loads kPanels panels of 64 columns and `kRows` rows, with one arrival at the barrier. With kOnce the data is read
+// Loads kPanels panels of kColumns columns and `kRows` rows, with one arrival at the barrier. With kOnce the data is read
 // once, so L2 need not keep it.
-template <int kPanels, int kRows, bool kOnce = false, class At>
+template <int kPanels, int kRows, bool kOnce = false, int kColumns = kPanelColumns, class At>
 __device__ __forceinline__ void tma_load_panels(uint8_t* to, const CUtensorMap* map, uint64_t* full, int first_column,
                                                 const At& at, int head) {
   barrier_arrive_expect_tx(full, kPanels * kRows * kRowBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
     uint8_t* const start = to + panel * kRows * kRowBytes;
-    const int column = first_column + panel * kPanelColumns;
+    const int column = first_column + panel * kColumns;
     if constexpr (kOnce && std::is_same_v<At, RowAt>) {
       tma_load_4d_evict_first(start, map, full, column, at.row, head, at.entry);
     } else {

@@ -318,6 +318,16 @@ __device__ __forceinline__ void stmatrix_x4_trans(const uint32_t (&in)[4], uint3
                : "memory");
 }
 
+__device__ __forceinline__ float ld_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_shared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 __device__ __forceinline__ void ld_shared_v2(uint32_t& first, uint32_t& second, uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address) : "memory");
 }

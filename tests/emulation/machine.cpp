@@ -536,12 +536,12 @@ void for_each_of_box(const TensorMap& map, const std::array<int, 5>& at, uint32_
       const int64_t place[5] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row % map.box[1],
                                 static_cast<int64_t>(at[2]) + row / map.box[1], at[3], at[4]};
       bool inside = true;
-      uint64_t offset = static_cast<uint64_t>(place[0]) * 2;  // of 64 bits, as addresses
+      uint64_t offset = static_cast<uint64_t>(place[0]) * map.value_bytes;  // of 64 bits, as addresses
       for (uint32_t dim = 0; dim < map.rank; ++dim) {
         inside &= place[dim] >= 0 && place[dim] < static_cast<int64_t>(map.sizes[dim]);
         if (dim > 0) offset += static_cast<uint64_t>(place[dim]) * map.strides[dim - 1];
       }
-      f(inside ? map.data + static_cast<int64_t>(offset) : nullptr, swizzled(address + row * 128 + column * 2));
+      f(inside ? map.data + static_cast<int64_t>(offset) : nullptr, swizzled(address + row * 128 + column * map.value_bytes));
     }
   }
 }
@@ -550,14 +550,14 @@ void for_each_of_box(const TensorMap& map, const std::array<int, 5>& at, uint32_
 
 void load_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t to) {
   for_each_of_box(map, at, to, [&](const uint8_t* value, uint32_t address) {
-    constexpr uint8_t kNothing[2] = {0, 0};
-    std::memcpy(block.at(address, 2), value == nullptr ? kNothing : value, 2);
+    constexpr uint8_t kNothing[4] = {0, 0, 0, 0};
+    std::memcpy(block.at(address, map.value_bytes), value == nullptr ? kNothing : value, map.value_bytes);
   });
 }
 
 void store_box(const TensorMap& map, const std::array<int, 5>& at, Block& block, uint32_t from) {
   for_each_of_box(map, at, from, [&](uint8_t* place, uint32_t address) {
-    if (place != nullptr) std::memcpy(place, block.at(address, 2), 2);
+    if (place != nullptr) std::memcpy(place, block.at(address, map.value_bytes), map.value_bytes);
   });
 }
 

@@ -235,10 +235,10 @@ struct TensorMap {
   uint8_t* data;
   uint64_t sizes[5], strides[4];
   uint32_t box[5];
-  uint32_t rank;
+  uint32_t rank, value_bytes;
   uint64_t is_one;
 
-  // The places of the dims after the first, each a row of 64 columns.
+  // The places of the dims after the first, each a row of 128 bytes.
   uint32_t rows_of_box() const { return box[1] * box[2]; }
 
   static constexpr uint64_t kIsOne = 0x70616d20726f736e;

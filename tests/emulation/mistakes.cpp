@@ -81,6 +81,7 @@ CUtensorMap map_of(std::vector<__nv_bfloat16>& values) {
   map.data = reinterpret_cast<uint8_t*>(values.data());
   map.is_one = emulation::TensorMap::kIsOne;
   map.rank = 4;
+  map.value_bytes = 2;
   const uint64_t sizes[4] = {kDepth, kSize, 1, 1};
   const uint32_t box[4] = {kPanelColumns, kSize, 1, 1};
   for (int dim = 0; dim < 4; ++dim) {

@@ -19,10 +19,13 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, voi
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill fill) {
   bool can = (rank == 4 || rank == 5) && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] * box[2] <= 256;
-  can &= dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[1] * box[2] <= 256;
+  can &= dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ||
+         dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   can &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
   emulation::TensorMap map{};
+  map.value_bytes = dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  can &= box[0] * map.value_bytes == 128;
   map.data = static_cast<uint8_t*>(data);
   map.is_one = emulation::TensorMap::kIsOne;
   map.rank = rank;

@@ -31,6 +31,8 @@ _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
 _DISTANCES = "tests/test_cuda_relative.py::"
 _WHOLE = "tests/test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads[any order-(300, 330)-{}-q-cuda]"
+_FLOATS = "tests/test_cuda_backward.py::test_a_bias_in_fp32_is_not_rounded[{}-a tile of keys-cuda]"
+_FLOAT_MASKS = "tests/test_cuda_backward.py::test_a_bias_in_fp32_under_every_mask[64-False-{}-cuda]"
 _SDPA = "tests/test_sdpa_backend.py::"
 _PIECES = f"{_INTERPRETED}test_fp32_on_pieces_keeps_its_accuracy[{{}}]"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
@@ -1544,6 +1546,13 @@ _TRITON = (
         ("tests/test_fp32.py::test_both_passes_multiply_as_torch_says_at_the_call",),
     ),
     Fault(
+        "cuda: a softcap goes to the backward kernels of a bias in fp32, which have none",
+        "flash_dmattn/backends/cuda/rules.py",
+        "torch.float32 and is_narrow and p.softcap == 0",
+        "torch.float32 and is_narrow",
+        ("tests/test_cuda_rules.py::test_a_bias_of_another_dtype_that_it_does_not_differentiate",),
+    ),
+    Fault(
         "fp32: triton goes before torch's kernel where it multiplies on CUDA cores",
         "flash_dmattn/dispatch/selection.py",
         "    elif leads_in_fp32(problem):",
@@ -1868,6 +1877,49 @@ _CSRC = (
         "constexpr float kGreatShift = 1",
         "constexpr float kGreatShift = 1e30f + 1",
         (f"{_RARE}test_great_scores_are_subtracted_before_they_are_scaled",),
+    ),
+    # A bias in fp32
+    Fault(
+        "odd rows keep the halves of a panel as they were loaded",
+        "csrc/sm90/float_tile.h",
+        "is_odd ? words[c ^ 2][e] : words[c][e]",
+        "words[c][e]",
+        (_FLOATS.format("own"),),
+    ),
+    Fault(
+        "the backward pass cuts a bias in fp32 to bf16",
+        "csrc/sm90/backward/key_consumer.h",
+        "bias[i][w] = __float_as_uint(",
+        "bias[i][w] = 0xffff0000u & __float_as_uint(",
+        (_FLOATS.format("own"),),
+    ),
+    Fault(
+        "a stage of bias is loaded anew while dbias is on its way out of it",
+        "csrc/sm90/backward/consumer.h",
+        "    if constexpr (Traits::kReplacesBias) return;  // dbias follows\n",
+        "",
+        (_FLOAT_MASKS.format("own-none"),),
+    ),
+    Fault(
+        "dbias in fp32 is cleared as if it had 16 bits",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "params.is_float ? clear_dbias_kernel<4> : clear",
+        "false ? clear_dbias_kernel<4> : clear",
+        (_FLOAT_MASKS.format("own-causal"),),
+    ),
+    Fault(
+        "clusters sum dbias in fp32 from terms of 16 bits",
+        "csrc/api/backward_schedule.h",
+        " && !call.has_float_dbias",
+        "",
+        (_FLOAT_MASKS.format("by entries-none"),),
+    ),
+    Fault(
+        "sums of chunks are rounded to 16 bits for a dbias in fp32",
+        "csrc/api/backward_dbias.cpp",
+        "call.has_float_dbias ? &launch_add_chunks<float> : kernels",
+        "false ? &launch_add_chunks<float> : kernels",
+        ("tests/test_cuda_backward.py::test_a_gradient_in_fp32_is_not_rounded[by all-3-264-{}-cuda]",),
     ),
 )
 

@@ -14,7 +14,6 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRowsPerWarp = 4;  // of the longest sequence; a gap behind it may have more
 // The narrowest tile of keys. A tile with a score of a row is stored for that row whole.
 constexpr int kKept = 64;
-constexpr int kChunk = 8;  // numbers in 16 bytes
 
 __device__ __forceinline__ void clear(uint4* row, int from, int to) {
   for (int chunk = from + threadIdx.x % 32; chunk < to; chunk += 32) row[chunk] = make_uint4(0, 0, 0, 0);
@@ -24,7 +23,8 @@ __device__ __forceinline__ uint4* first_row(const ClearDbiasParams& p, int entry
   return static_cast<uint4*>(p.x) + entry * p.stride_b + head * p.stride_h;
 }
 
-// With a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
+// With a mask: a block of threads has a row of tiles, whose list ends with the empty ones. kChunk: numbers in 16 bytes.
+template <int kChunk>
 __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __grid_constant__ ClearDbiasParams p) {
   griddep_wait();
   constexpr int kTileChunks = kTile / kChunk, kRowsAtOnce = kThreads / kTileChunks;
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __gr
   }
 }
 
+template <int kChunk>
 __global__ void __launch_bounds__(kThreads) clear_dbias_kernel(const __grid_constant__ ClearDbiasParams p) {
   griddep_wait();
   const int pair = blockIdx.x / p.shares, share = blockIdx.x - pair * p.shares;
@@ -79,11 +80,13 @@ __global__ void __launch_bounds__(kThreads) clear_dbias_kernel(const __grid_cons
 cudaError_t launch_clear_dbias(ClearDbiasParams params, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(params.number) * params.num_heads;
   if (params.mask.lists != nullptr) {
-    return KernelLaunch(pairs * ceil_div(params.rows, kTile), kThreads, stream).run(clear_masked_dbias_kernel, params);
+    return KernelLaunch(pairs * ceil_div(params.rows, kTile), kThreads, stream)
+        .run(params.is_float ? clear_masked_dbias_kernel<4> : clear_masked_dbias_kernel<8>, params);
   }
   const int longest = params.packs_rows ? std::min(params.sequences.most_q, params.rows) : params.rows;
   params.shares = static_cast<int>(ceil_div(longest, kWarps * kRowsPerWarp));
-  return KernelLaunch(pairs * params.shares, kThreads, stream).run(clear_dbias_kernel, params);
+  return KernelLaunch(pairs * params.shares, kThreads, stream)
+      .run(params.is_float ? clear_dbias_kernel<4> : clear_dbias_kernel<8>, params);
 }
 
 }  // namespace flash_dmattn

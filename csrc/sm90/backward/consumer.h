@@ -192,7 +192,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe,
                                                    const KeyWorkItem<Traits>& item, int block) {
     BiasWords bias;
-    const uint32_t tile = shared_address(shared.bias[pipe.stage]) + this->matrices_offset();
+    const uint32_t tile = shared_address(shared.bias[pipe.stage]) + this->bias_offset();
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
     this->read_sixteen(bias, 0, tile);
 #pragma unroll
@@ -200,6 +200,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       if (i + 1 < kSteps) this->read_sixteen(bias, i + 1, tile);
       this->template finish_sixteen<kGreat>(i, scores, stage, bias, item, block);
     }
+    if constexpr (Traits::kReplacesBias) return;  // dbias follows
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
   }
@@ -429,7 +430,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       wgmma_wait<0>();
       wgmma_fence_operand(dp);
       float sums[2];
-      this->finish_ds(scores, dp, stage, probs, ds, sums);
+      if constexpr (Traits::kReplacesBias) {
+        this->finish_ds(scores, dp, stage, probs, ds, sums,
+                        shared_address(shared.bias[pipes.bias.stage]) + this->bias_offset());
+        pipes.bias.advance();
+      } else {
+        this->finish_ds(scores, dp, stage, probs, ds, sums);
+      }
       if constexpr (kHasKeyBias) add_key_sums(sums);
       if constexpr (Traits::kSumsFlat) add_flat_sums(sums, item, index);
       multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);

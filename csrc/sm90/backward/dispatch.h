@@ -8,7 +8,7 @@
 
 namespace flash_dmattn {
 
-// Calls f with an integral constant for the kind of bias, any but kTileSum and those with a window.
+// Calls f with an integral constant for the kind of bias, any but kTileSum, those with a window and those with tiles in fp32.
 template <MaskForm kMask, class F>
 cudaError_t with_backward_bias(BackwardBias bias, F f) {
   using Of = BackwardBias;
@@ -24,6 +24,12 @@ cudaError_t with_backward_bias(BackwardBias bias, F f) {
 template <class F>
 cudaError_t with_window_bias(BackwardBias bias, F f) {
   return with_one_of<BackwardBias::kRelativeSum, BackwardBias::kRelative>(bias, f);
+}
+
+// The same for a bias that is read as tiles in fp32.
+template <class F>
+cudaError_t with_float_bias(BackwardBias bias, F f) {
+  return with_one_of<BackwardBias::kFloatTileStore, BackwardBias::kFloatTile>(bias, f);
 }
 
 // As with_backward_bias, with another constant for the form of the mask.

@@ -9,6 +9,13 @@ namespace flash_dmattn {
 template <class Element, int kD, int kDv>
 cudaError_t launch_two_key_tiles(const BackwardParams& params, BackwardBias bias, int blocks, cudaStream_t stream) {
   if constexpr (has_two_key_tiles(kD, kDv)) {
+    static_assert(has_float_tile_kernels(kD, kDv));
+    if (has_float_tiles(form_of(bias))) {
+      return with_float_bias(bias, [&](auto form) {
+        using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, MaskForm::kNone, false, 2 * kTile>;
+        return launch_backward_kernel<Traits>(params, blocks, stream);
+      });
+    }
     return with_one_of<BackwardBias::kTileStore, BackwardBias::kTile, BackwardBias::kNone>(bias, [&](auto form) {
       using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, MaskForm::kNone, false, 2 * kTile>;
       return launch_backward_kernel<Traits>(params, blocks, stream);
@@ -31,16 +38,19 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   }
+  // Forms whose kernels have no softcap and no dropout.
+  [[maybe_unused]] const auto launch_plain = [&](auto form) {
+    return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
+      constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
+      using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, kMask, false>;
+      return launch_backward_kernel<Traits>(params, blocks, stream);
+    });
+  };
   if constexpr (has_window_kernels(kD, kDv)) {
-    if (has_window(form_of(bias))) {
-      return with_window_bias(bias, [&](auto form) {
-        return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
-          constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
-          using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, kMask, false>;
-          return launch_backward_kernel<Traits>(params, blocks, stream);
-        });
-      });
-    }
+    if (has_window(form_of(bias))) return with_window_bias(bias, launch_plain);
+  }
+  if constexpr (has_float_tile_kernels(kD, kDv)) {
+    if (has_float_tiles(form_of(bias))) return with_float_bias(bias, launch_plain);
   }
   if constexpr (has_dropout_kernels(kD, kDv)) {
     if (params.dropout.key != nullptr) {

@@ -28,6 +28,7 @@ struct KeyConsumer {
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
   static constexpr bool kHasBias = Traits::kBias != BackwardBias::kNone;
   static constexpr bool kHasKeyBias = is_per_key(form_of(Traits::kBias));
+  static constexpr bool kHasFloatTiles = has_float_tiles(form_of(Traits::kBias));
   static constexpr bool kSumsKeys = kHasKeyBias || sums_flat_tiles(Traits::kBias);
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
@@ -145,11 +146,34 @@ struct KeyConsumer {
     return group * kBlockM * kRowBytes + (matrix / 2 * 8 + row) * kRowBytes + ((chunk ^ row) << 4);
   }
 
-  using BiasWords = uint32_t[kSteps][4];
+  // The same of the lane's first value in a tile of fp32, whose panels have 32 keys.
+  __device__ __forceinline__ uint32_t floats_offset() const {
+    const int row = 2 * (lane % 4), chunk = warp % 2 * 4 + lane / 16;
+    return (2 * group + warp / 2) * kBlockM * kRowBytes + row * kRowBytes + ((chunk ^ row) << 4) + lane / 4 % 4 * 4;
+  }
 
-  // Loads the bias of the i-th 16 queries; `tile` is the address of the matrices of step 0.
+  // Where the value of query e and key r of the c-th 8 queries lies, by that of the first one. Lanes of a load have 8
+  // neighbouring keys of 4 queries: all banks.
+  __device__ __forceinline__ static uint32_t place_of_float(uint32_t first, int c, int r, int e) {
+    return (first ^ (e << 4 | r << 5)) + (8 * c + e) * kRowBytes;
+  }
+
+  // Pairs of 16-bit values, or floats.
+  static constexpr int kBiasWords = kHasFloatTiles ? 8 : 4;
+  using BiasWords = uint32_t[kSteps][kBiasWords];
+
+  __device__ __forceinline__ uint32_t bias_offset() const { return kHasFloatTiles ? floats_offset() : matrices_offset(); }
+
+  // Loads the bias of the i-th 16 queries; `tile` is the address of what the lane reads in step 0.
   __device__ __forceinline__ void read_sixteen(BiasWords& bias, int i, uint32_t tile) {
-    ldmatrix_x4_trans(bias[i], tile + i * 16 * kRowBytes);
+    if constexpr (kHasFloatTiles) {
+#pragma unroll
+      for (int w = 0; w < kBiasWords; ++w) {
+        bias[i][w] = __float_as_uint(ld_shared(place_of_float(tile, 2 * i + w / 4, w / 2 % 2, w % 2)));
+      }
+    } else {
+      ldmatrix_x4_trans(bias[i], tile + i * 16 * kRowBytes);
+    }
   }
 
   // Loads the block's tile of bias; the caller waits and signals.
@@ -171,7 +195,12 @@ struct KeyConsumer {
 
   // The bias of two scores of the thread's key r.
   __device__ __forceinline__ float2 bias_of(const BiasWords& bias, int c, int r) const {
-    if constexpr (Traits::kHasBiasTiles) return unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    if constexpr (kHasFloatTiles) {
+      const uint32_t* const two = bias[c / 2] + c % 2 * 4 + 2 * r;
+      return make_float2(__uint_as_float(two[0]), __uint_as_float(two[1]));
+    } else if constexpr (Traits::kHasBiasTiles) {
+      return unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    }
     return kHasKeyBias ? make_float2(key_bias[r], key_bias[r]) : make_float2(0.0f, 0.0f);
   }
 
@@ -260,9 +289,9 @@ struct KeyConsumer {
   // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
   // summed before rounding, where kSumsKeys: of the thread's two keys, over its queries. The caller must add it to
   // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
-  // alive.
+  // alive. `dbias`: a tile in fp32 whose bias ds overwrites, if it does, as read_sixteen takes it.
   __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
-                                            Operand& ds, float (&sums)[2]) {
+                                            Operand& ds, float (&sums)[2], uint32_t dbias = 0) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
@@ -275,6 +304,10 @@ struct KeyConsumer {
         const float p_low = whole_p(exps[i]), p_high = whole_p(exps[i + 1]);
         probs[c / 2][c % 2 * 2 + r] = pack(kept_p(exps[i]), kept_p(exps[i + 1]), Element{});
         ds[c / 2][c % 2 * 2 + r] = pack(p_low * low, p_high * high, Element{});
+        if constexpr (kHasFloatTiles && Traits::kReplacesBias) {
+          st_shared(place_of_float(dbias, c, r, 0), p_low * low);
+          st_shared(place_of_float(dbias, c, r, 1), p_high * high);
+        }
         // Not from the rounded products: that takes two more registers than there are.
         if constexpr (kSumsKeys) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
       }

@@ -101,13 +101,14 @@ struct OrderListsParams {
   int tiles_q, tiles_k;
 };
 
-// Writes zeros to a stored dbias where the main kernel has no tile. Columns are a multiple of 8, of 16 bits each.
+// Writes zeros to a stored dbias where the main kernel has no tile. Columns are a multiple of 8, of 16 bits or in fp32.
 struct ClearDbiasParams {
   void* x;                   // (number, num_heads, rows, columns), or (num_heads, rows, columns) of packed queries
   int64_t stride_b, stride_h, stride_q;  // of x, in 16 bytes; of entries 0 if queries are packed
   int number, num_heads;     // number: entries, or sequences
   int rows, columns;
   int low, high;             // the band of dense calls
+  bool is_float;
   SequenceParams sequences;  // without bounds in dense calls
   bool packs_rows;           // rows are packed queries
   int shares;                // blocks of threads that share the rows of an entry and a head; set by the launch

@@ -200,7 +200,8 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
 // Loads the bias of each query block, as one warp.
 template <class Traits, class Storage>
 __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shared) {
-  constexpr int kPanels = Traits::kBlockN / Traits::kKeyTiles / kPanelColumns;
+  constexpr int kColumns = Traits::kBiasColumns;
+  constexpr int kPanels = Traits::kBlockN / Traits::kKeyTiles / kColumns;
   PipelineState<Traits::kBiasStages> pipe;
   PipelineState<kWorkStages> pipe_work;
   for (;;) {
@@ -215,8 +216,9 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (threadIdx.x % 32 == 0) {
-          tma_load_panels<kPanels, Traits::kBlockM>(shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage],
-                                                    item.block_k * Traits::kBlockN + tile * kTile, at, head);
+          tma_load_panels<kPanels, Traits::kBlockM, false, kColumns>(
+              shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage],
+              item.block_k * Traits::kBlockN + tile * kTile, at, head);
         }
         pipe.advance();
       }
@@ -254,6 +256,7 @@ __device__ __forceinline__ void write_windows(const BackwardParams& p, Storage& 
 // overwritten the bias.
 template <class Traits, class Storage>
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& shared) {
+  constexpr int kColumns = Traits::kBiasColumns;
   PipelineState<Traits::kDsStages> pipe;
   PipelineState<Traits::kBiasStages> pipe_bias;
   PipelineState<kWorkStages> pipe_work;
@@ -271,8 +274,8 @@ __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& sh
           const uint8_t* dbias = Traits::kReplacesBias ? shared.bias[pipe_bias.stage] : shared.ds[pipe.stage];
           const int key = item.block_k * Traits::kBlockN + tile * kTile;
 #pragma unroll
-          for (int panel = 0; panel < Traits::kBlockN / Traits::kKeyTiles / kPanelColumns; ++panel) {
-            tma_store_box(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kPanelColumns, at,
+          for (int panel = 0; panel < Traits::kBlockN / Traits::kKeyTiles / kColumns; ++panel) {
+            tma_store_box(&p.dbias, dbias + panel * Traits::kBlockM * kRowBytes, key + panel * kColumns, at,
                           item.head);
           }
           tma_store_commit_and_wait_read();

@@ -22,13 +22,13 @@ struct BackwardTraits {
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
-  static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
+  static constexpr bool kStoresDbias = stores_tiles(kBias), kSumsDbias = kBias == BackwardBias::kTileSum;
   static constexpr bool kHasBiasTiles = has_tiles(form_of(kBias)), kHasBiasWindow = has_window(form_of(kBias));
-  static constexpr bool kSumsFlat = sums_flat_tiles(kBias);
+  static constexpr bool kHasFloatTiles = has_float_tiles(form_of(kBias)), kSumsFlat = sums_flat_tiles(kBias);
   static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences, kHasDropout = kDropout;
   // With a softcap ds as dq needs it includes the slope of tanh, and dbias does not. So dbias overwrites the bias in
-  // shared memory, in the tile that has just been read.
-  static constexpr bool kReplacesBias = kStoresDbias && kHasSoftcap;
+  // shared memory, in the tile that has just been read. So does a dbias in fp32, which ds in 16 bits is not.
+  static constexpr bool kReplacesBias = kStoresDbias && (kHasSoftcap || kHasFloatTiles);
 
   // A consumer holds dk and dv of 64 keys, D floats per thread, and scores and dp of a query block, kBlockM floats: 192
   // of its 240 registers, at D64 and at D128.
@@ -41,8 +41,9 @@ struct BackwardTraits {
   // With 80 queries dq is computed turned: its columns are rows of the product, 64 of them a consumer's.
   static constexpr bool kTurnsDq = kBlockM == kTurnedBlockM;
   static constexpr int kStages = 2;
-  // At D64 there is room to load k and v of the next tile early.
-  static constexpr int kKeyStages = kD <= 64 && kDv <= 64 && !kHasSoftcap && kKeyTiles == 1 && !kSumsDbias ? 2 : 1;
+  // At D64 there is room to load k and v of the next tile early, unless a tile of bias takes it.
+  static constexpr int kKeyStages =
+      kD <= 64 && kDv <= 64 && !kHasSoftcap && kKeyTiles == 1 && !kSumsDbias && !kHasFloatTiles ? 2 : 1;
   // With a softcap ds is written before the ping-pong barrier, while the other consumer may still multiply the one
   // before the last: a third stage. At D64 it takes the place of the second stage of bias, which is needed later then.
   // One stage of bias is better at D64 without a softcap too: q and dout queue behind it in TMA. With two key tiles,
@@ -62,9 +63,10 @@ struct BackwardTraits {
   static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
   static constexpr int kDoutBytes = kBlockM * kPanelsV * kRowBytes;
   static constexpr int kScoreBytes = kBlockM * kTile * 2;
-  static constexpr int kBiasBytes = kHasBiasTiles    ? kScoreBytes
+  static constexpr int kBiasBytes = kHasBiasTiles    ? kBlockM * kTile * value_bytes(form_of(kBias))
                                     : kHasBiasWindow ? WindowLayout<kBlockN, kBlockM>::kBytes
                                                      : 16;
+  static constexpr int kBiasColumns = panel_columns(form_of(kBias));  // of a panel of bias or dbias
   static constexpr int kExchangeBytes = kSumsDbias ? kScoreBytes / kDsSlices : 16;
   static constexpr int kKeySums = kBias == BackwardBias::kVector || kSumsFlat ? 128 * kConsumers : 1;
 
@@ -93,6 +95,8 @@ struct BackwardTraits {
                 "where there are kernels of three panels");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
   static_assert(!kHasBiasWindow || (kKeyTiles == 1 && !kHasSoftcap), "where there are kernels with a window");
+  static_assert(!kHasFloatTiles || (has_float_tile_kernels(kD, kDv) && !kHasSoftcap),
+                "where there are kernels with tiles in fp32");
   static_assert(!kHasIntervals || takes_intervals(form_of(kBias)), "where there are kernels with intervals");
   static_assert(kKeyTiles == 1 || (!kSumsDbias && kBias != BackwardBias::kVector && !kHasMask && !kHasSoftcap),
                 "where there are kernels of two key tiles");

@@ -7,6 +7,7 @@
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
 #include "../bias_window.h"
+#include "../float_tile.h"
 #include "split_kv.h"
 #include "storage.h"
 
@@ -152,6 +153,21 @@ struct Consumer {
     }
   }
 
+  // Adds a tile in fp32, which is loaded a panel at a time: there are no registers for all of it.
+  __device__ __forceinline__ void add_float_tile(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
+                                                 const Walk<Traits>& walk) {
+    using Tile = FloatTile<Traits::kBlockM>;
+    barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
+    const uint32_t first = shared_address(shared.bias[pipe.stage]) + bias_offset;
+    Tile::template for_each_pair<kBlockN>(first, lane / 4 % 2 == 1, [&](int c, int r, float2 pair) {
+      float* const two = scores + 4 * c + 2 * r;
+      two[0] = fmaf(two[0], p.factor, pair.x);
+      two[1] = fmaf(two[1], p.factor, pair.y);
+    });
+    barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
+    pipe.advance(bias_stages(walk));
+  }
+
   // A score is unit * score + value with these, once `softmax` has added them: a tile may be flat.
   struct Flat {
     float value = 0.0f, unit = 1.0f, inverse_unit = 1.0f;
@@ -209,7 +225,9 @@ struct Consumer {
       }
     }
     if constexpr (Traits::kHasBiasWindow) return add_window(scores, pipe, walk, work, block);
-    if constexpr (Traits::kProducesBias && !Traits::kHasBiasWindow) {
+    if constexpr (Traits::kHasFloatTiles) {
+      add_float_tile(scores, pipe, walk);
+    } else if constexpr (Traits::kProducesBias && !Traits::kHasBiasWindow) {
       if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, pipe, walk);
       add_bias(scores, bias);
     }
@@ -582,12 +600,15 @@ struct Consumer {
   }
 };
 
-// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes. In a window: the first value
-// of the thread's second row.
+// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes. In a tile of fp32: the first
+// values of the thread's first row. In a window: the first value of the thread's second row.
 template <class Traits>
 __device__ __forceinline__ uint32_t make_bias_offset(int group) {
   const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
   uint32_t offset = row * kRowBytes + ((lane / 16 ^ row % 8) << 4);
+  if constexpr (Traits::kHasFloatTiles) {
+    offset = FloatTile<Traits::kBlockM>::first_of(row - lane % 16 + lane / 4, lane);
+  }
   if constexpr (Traits::kHasBiasWindow) {
     const int second_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8;
     offset = 4 * Consumer<Traits>::Window::pair_of(second_row, lane);

@@ -37,6 +37,15 @@ auto with_traits(const ForwardVariant& variant, F f) {
     }
     return f(TraitsOf<kBias, kMask, 2>{});
   };
+  if constexpr (has_float_tile_kernels(kD, kDv)) {
+    if (has_float_tiles(variant.bias)) {
+      constexpr std::integral_constant<Bias, Bias::kFloatTile> form{};
+      return with_bool(variant.mask != MaskForm::kNone, [&](auto has_mask) {
+        constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
+        return call(form, std::integral_constant<MaskForm, kMask>{});
+      });
+    }
+  }
   return with_mask_form(variant.mask, [&](auto form) {
     return with_bias_form<kD, kDv, decltype(form)::value>(variant.bias, [&](auto bias) { return call(bias, form); });
   });

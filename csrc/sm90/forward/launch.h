@@ -14,14 +14,14 @@ namespace flash_dmattn {
 // Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that
 // such a mask takes beside the bias. With any other mask a work tile is of the size of a mask tile.
 constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
-  return mask == (bias == Bias::kTile ? MaskForm::kTiles : MaskForm::kIntervals);
+  return mask == (has_tiles(bias) ? MaskForm::kTiles : MaskForm::kIntervals);
 }
 
-// The most consumers of a block that registers are left for. Each has 64 rows.
+// The most consumers of a block that registers are left for, and shared memory beside tiles of fp32. Each has 64 rows.
 constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
   if (bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
   if (mask != MaskForm::kNone && !has_one_row_kernels(bias, mask)) return 2;
-  return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
+  return head_dim <= 32 && head_dim_v <= 32 ? 4 : has_float_tiles(bias) ? 2 : 3;
 }
 
 // How many consumers serve a call, of at most so many. Two serve where more would make no fewer work tiles. At D32 more

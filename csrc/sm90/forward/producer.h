@@ -188,7 +188,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         if (lane == 0) {
           const auto at = score_at(p, work, work.first_row, p.bias_values.has_batch);
           const auto copy = [&](auto once) {
-            tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
+            tma_load_panels<kBlockN / Traits::kBiasColumns, Traits::kBlockM, decltype(once)::value, Traits::kBiasColumns>(
                 shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at, head);
           };
           // A bias that is read once would drive k and v out of L2 (docs/notes/cuda_tried.md, "Forward kernel").

@@ -32,13 +32,14 @@ struct ForwardTraits {
   static constexpr bool kIsWide = kDv > 128 || kD > (kBias == Bias::kNone ? 192 : 128);
   static constexpr int kBlockN = kIsNarrow || kIsWide ? 64 : 128;
   // A block holds all tiles of bias that its rows need, for the batch entries that read them one after the other. Two
-  // stages of k and v fit beside these tiles.
-  static constexpr bool kHoldsBias = kHeldBias;
-  static constexpr int kStages = kIsNarrow && !kHoldsBias ? 3 : 2;
+  // stages of k and v fit beside these tiles, and beside tiles of fp32.
+  static constexpr bool kHoldsBias = kHeldBias, kHasFloatTiles = has_float_tiles(kBias);
+  static constexpr int kStages = kIsNarrow && !kHoldsBias && !kHasFloatTiles ? 3 : 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
   static constexpr bool kProducesBias = is_staged(kBias), kWarpWritesBias = is_written_by_warp(kBias);
   static constexpr bool kHasBiasTiles = has_tiles(kBias), kHasBiasWindow = has_window(kBias);
   static constexpr int kBiasStages = kHoldsBias             ? held_keys(kConsumers) / kBlockN
+                                     : kHasFloatTiles       ? 2
                                      : kBias != Bias::kTile ? 4
                                                             : (kConsumers == 2 && kD <= 64 && kDv <= 64 ? 4 : 2);
 
@@ -47,7 +48,7 @@ struct ForwardTraits {
   static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
   static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
   static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
-  static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
+  static constexpr int kBiasTileBytes = kBlockM * kBlockN * value_bytes(kBias), kBiasColumns = panel_columns(kBias);
   static constexpr int kBiasBytes = kHasBiasTiles       ? kBiasTileBytes
                                     : is_per_key(kBias) ? kBlockN * 4
                                     : kHasBiasWindow    ? WindowLayout<kBlockM, kBlockN>::kBytes
@@ -66,15 +67,18 @@ struct ForwardTraits {
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
   // With three consumers and tiles of bias, the ping-pong barrier is passed after the bias has been added. This
   // keeps the exponentials of two consumers apart.
-  static constexpr bool kPingPongAfterBias = kConsumers == 3 && kBias == Bias::kTile;
+  static constexpr bool kPingPongAfterBias = kConsumers == 3 && kHasBiasTiles;
   // Whether enough registers are left to load the bias of a step while its scores are computed.
-  static constexpr bool kLoadsBiasEarly = kProducesBias && !kHasBiasWindow && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
+  static constexpr bool kLoadsBiasEarly =
+      kProducesBias && !kHasBiasWindow && !kHasFloatTiles && (kConsumers == 2 || kIsNarrow) && kDv <= 128;
 
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences && !kHoldsBias;
   // Whether rows may be heads of a group (ForwardParams::group_shift): in calls of few queries without more.
   static constexpr bool kHasGroups = !kHasMask && kBias == Bias::kNone && !kHasSequences && !kHasDropout;
   static_assert(!kHasIntervals || takes_intervals(kBias), "where there are kernels with intervals");
+  static_assert(!kHasFloatTiles || (has_float_tile_kernels(kD, kDv) && (kConsumers == 2 || kIsNarrow)),
+                "where there are kernels with tiles in fp32");
   static_assert(!kHasSequences || (!kHasMask && takes_sequences(kBias)), "where there are kernels of sequences");
   static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && takes_dropout(kBias)),
                 "where there are kernels with dropout");

@@ -11,6 +11,33 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kMaxBlocks = 1 << 20;
 
+// Stores so many values of four, all of them at once if rows start on as many bytes.
+__device__ __forceinline__ void store_four(float* to, float4 x, int count, bool at_once) {
+  if (at_once) {
+    *reinterpret_cast<float4*>(to) = x;
+    return;
+  }
+  const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) to[i] = values[i];
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void store_four(Element* to, float4 x, int count, bool at_once) {
+  const uint32_t words[2] = {pack(x.x, x.y, Element{}), pack(x.z, x.w, Element{})};
+  if (at_once) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    return;
+  }
+  uint16_t* const values = reinterpret_cast<uint16_t*>(to);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) values[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+  }
+}
+
 // A thread has four keys of a row.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) add_chunks_kernel(const __grid_constant__ AddChunksParams p) {
@@ -32,18 +59,7 @@ __global__ void __launch_bounds__(kThreads) add_chunks_kernel(const __grid_const
     const int64_t row = at / fours_of_row;
     const int key = static_cast<int>(at - row * fours_of_row) * 4;
     Element* const to = static_cast<Element*>(p.dbias) + row * p.seqlen_k + key;
-    const uint32_t low = pack(sum.x, sum.y, Element{}), high = pack(sum.z, sum.w, Element{});
-    if (p.stores_fours) {
-      // Then Lk is a multiple of 4.
-      if (key < p.seqlen_k) *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
-      continue;
-    }
-    uint16_t* const values = reinterpret_cast<uint16_t*>(to);
-    const uint32_t words[2] = {low, high};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (key + i < p.seqlen_k) values[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-    }
+    if (key < p.seqlen_k) store_four(to, sum, p.seqlen_k - key, p.stores_fours);  // then Lk is a multiple of 4
   }
 }
 
@@ -58,5 +74,6 @@ cudaError_t launch_add_chunks(const AddChunksParams& params, cudaStream_t stream
 
 template cudaError_t launch_add_chunks<__half>(const AddChunksParams&, cudaStream_t);
 template cudaError_t launch_add_chunks<__nv_bfloat16>(const AddChunksParams&, cudaStream_t);
+template cudaError_t launch_add_chunks<float>(const AddChunksParams&, cudaStream_t);
 
 }  // namespace flash_dmattn

@@ -7,6 +7,7 @@
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
 #include "../bias_window.h"
+#include "../float_tile.h"
 #include "storage.h"
 
 namespace flash_dmattn {
@@ -132,6 +133,15 @@ struct SharedDbiasConsumer {
   // Turns products into scores minus lse, bias included, in units of log2.
   template <bool kGreat>
   __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
+    if constexpr (Traits::kHasFloatTiles) {
+      const uint32_t first = shared_address(shared.bias[bias_stage]) + FloatTile<kTile>::first_of(row_of_tile(), lane);
+      FloatTile<kTile>::template for_each_pair<kTile>(first, lane / 4 % 2 == 1, [&](int c, int r, float2 pair) {
+        float* const two = scores + 4 * c + 2 * r;
+        two[0] = exponent<kGreat>(two[0], pair.x, r, lse, split);
+        two[1] = exponent<kGreat>(two[1], pair.y, r, lse, split);
+      });
+      return;
+    }
     // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
     const int row = group * 64 + warp * 16 + lane % 16;
     const uint32_t tile = shared_address(shared.bias[bias_stage]) + row * kRowBytes;
@@ -364,7 +374,7 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
     if (item.is_last) {
       if constexpr (Traits::kSumsDiagonals) {
         consumer.store_diagonals(item.work);
-      } else if (p.slots != nullptr) {
+      } else if (Traits::kHasFloatTiles || p.slots != nullptr) {  // dbias in fp32 is a slot
         consumer.store_chunk(item.work);
       } else {
         consumer.epilogue(item.work);

@@ -28,6 +28,15 @@ cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLA
       });
     }
   }
+  if constexpr (has_float_tile_kernels(kD, kDv)) {
+    if (params.bias_values.dtype == BiasDtype::kFloat32) {
+      return with_bool(has_mask, [&](auto has_mask_) {
+        using Traits = SharedDbiasTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(has_mask_)::value, false, false, false,
+                                         false, Bias::kFloatTile>;
+        return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+      });
+    }
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_bool(has_mask, [&](auto has_mask_) {
       using Traits =

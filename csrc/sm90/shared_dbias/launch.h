@@ -18,7 +18,7 @@ cudaError_t launch_shared_dbias(const SharedDbiasParams& params, bool has_mask, 
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_shared_dbias_sequences(const SharedDbiasParams& params, bool has_mask, int blocks,
                                           cudaStream_t stream);
-// Writes dbias if the kernel before has left it in slots. Defined for both dtypes.
+// Writes dbias if the kernel before has left it in slots. Defined for both dtypes and for fp32.
 template <class T>
 cudaError_t launch_add_chunks(const AddChunksParams& params, cudaStream_t stream);
 // Writes the gradient of a bias by distance. The kernel above has left sums in slots, and the main kernel has summed flat

@@ -18,7 +18,8 @@ struct SharedDbiasParams : AttentionSizes {
   // (Lk, Lq, Hbias, Bbias).
   CUtensorMap q, k, v, dout, bias;
   void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8; not written if there are slots
-  // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written. By distance
+  // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written in 16 bits. In fp32 dbias is the one
+  // slot where it is written. By distance
   // (chunks, Bd, Hd, diagonals, kDiagonalFloats).
   float* slots;
   const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding, -inf in great ones
@@ -27,7 +28,7 @@ struct SharedDbiasParams : AttentionSizes {
   float softmax_scale;
 
   MaskTiles mask;          // bits, with lists of rows
-  BiasValues bias_values;  // may be expanded where dbias is not; its data is read as tiles
+  BiasValues bias_values;  // may be expanded where dbias is not; its data is read as tiles, in fp32 by kernels of their own
 
   // Heads of dbias in a batch entry, query heads that share one (Hq / Hd), and attention heads summed into one over all
   // batch entries.
@@ -62,10 +63,10 @@ constexpr int kDiagonalFloats = 2 * kTile;
 // dbias from the slots of the shared_dbias kernel.
 struct AddChunksParams {
   const float* slots;  // (chunks, rows, slot_columns)
-  void* dbias;         // (rows, Lk), contiguous
+  void* dbias;         // (rows, Lk), contiguous, of the kernel's dtype
   int64_t rows;        // Bd * Hd * Lq
   int chunks, slot_columns, seqlen_k;
-  bool stores_fours;   // rows of dbias start on 8 bytes
+  bool stores_fours;   // rows of dbias are a multiple of four keys
 };
 
 // The gradient of a bias by distance, from sums along diagonals.

@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
       if (item.takes_bias) {
         if (lane == 0) {
           barrier_wait(&shared.bias_empty[pipe_bias.stage], pipe_bias.phase ^ 1);
-          tma_load_panels<Traits::kBiasPanels, kTile>(
+          tma_load_panels<Traits::kBiasPanels, kTile, false, Traits::kBiasColumns>(
               shared.bias[pipe_bias.stage], &p.bias, &shared.bias_full[pipe_bias.stage], item.work.block_k * kTile,
               RowAt{item.work.block_q * kTile, p.bias_values.has_batch ? item.work.batch : 0},
               item.work.first_head / p.bias_values.heads_per_bias);

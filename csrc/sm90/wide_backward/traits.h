@@ -33,6 +33,7 @@ struct WideBackwardTraits {
   static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
   static constexpr int kDoutBytes = kBlockM * kPanelsV * kRowBytes;
   static constexpr int kScoreBytes = kBlockM * kBlockN * 2;
+  static constexpr int kBiasColumns = panel_columns(form_of(kBias));
   static constexpr int kKeySums = kBias == BackwardBias::kVector ? kBlockN : 1;
 
   static constexpr int kKeyStages = 1;  // of k and v

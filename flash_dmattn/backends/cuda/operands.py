@@ -61,6 +61,7 @@ def reader(
     return read
 
 
+FLOAT_TILE_DIM = 64  # head dims up to this have kernels with tiles of a bias in fp32 (csrc/sm90/bias_forms.h)
 COLUMNS = 8  # rows of 16-bit values are aligned to 16 bytes if this divides their length
 _SHARED_COPY_RATIO = 4  # a shared bias is copied if q, k, v and out have at least this multiple of its values
 _MAX_COPY_RATIO = 4  # a bias with a value for each score is copied if it has at most this multiple of their values
@@ -105,12 +106,21 @@ def _has_short_rows(p: AttentionProblem) -> bool:
     return is_whole and _copied_values(shape, strides) <= _MAX_COPY_RATIO * _operand_values(p)
 
 
+def has_tile_kernels(p: AttentionProblem) -> bool:
+    """Return whether kernels read tiles of a bias of this dtype. In the backward pass those of fp32 have no softcap."""
+    assert p.bias is not None
+    if p.bias.dtype == p.dtype:
+        return True
+    plain = p.dropout_p == 0 and p.sequences is None
+    return p.bias.dtype == torch.float32 and plain and max(p.head_dim, p.head_dim_v) <= FLOAT_TILE_DIM
+
+
 def copies_bias(p: AttentionProblem) -> bool:
     """Return whether the backend copies the bias of a call because of its strides, to load tiles of the copy."""
-    if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
+    if p.bias is None or p.bias_class != "score" or not has_tile_kernels(p):
         return False
     pays = _is_small_and_shared(p) or _has_short_rows(p)
-    return pays and not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize)
+    return pays and not fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize)
 
 
 def forward_copies_bias(p: AttentionProblem) -> bool:
@@ -190,7 +200,7 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
     """
     if p.bias is None or p.bias_class != "score":
         return None
-    is_small = p.bias.dtype == p.dtype and _is_small_and_shared(p)
+    is_small = has_tile_kernels(p) and _is_small_and_shared(p)
     return bias_reader(p) if is_small or forward_copies_bias(p) or p.dropout_p > 0 else None
 
 

@@ -13,7 +13,15 @@ from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
 from .group_rows import group_shift
-from .operands import COLUMNS, copies_bias, copies_scores, fits, makes_dbias_of_any_rows
+from .operands import (
+    COLUMNS,
+    FLOAT_TILE_DIM,
+    copies_bias,
+    copies_scores,
+    fits,
+    has_tile_kernels,
+    makes_dbias_of_any_rows,
+)
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call uses the first pair that is large enough.
@@ -84,6 +92,14 @@ def _reads_tiles(p: AttentionProblem) -> bool:
     if p.bias is None:
         return True
     return fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize) or copies_bias(p)
+
+
+def _differentiates_tiles(p: AttentionProblem) -> bool:
+    """Return whether backward kernels read tiles of a bias of this dtype; True without a bias per query and key."""
+    if p.bias_class != "score" or _bias(p).dtype == p.dtype:
+        return True
+    is_narrow = max(_instance(p) or INSTANCES[-1]) <= FLOAT_TILE_DIM
+    return _bias(p).dtype == torch.float32 and is_narrow and p.softcap == 0
 
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
@@ -225,14 +241,15 @@ _RULES: tuple[Rule, ...] = (
     ),
     _backward(
         "tile_bias_dtype",
-        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
+        _differentiates_tiles,
         lambda p: (
-            f"bias has dtype {dtype_name(_bias(p).dtype)} with {dtype_name(p.dtype)}; "
-            "the backward kernels copy tiles of a bias per query and key in the dtype of q"
+            f"bias has dtype {dtype_name(_bias(p).dtype)} with {dtype_name(p.dtype)}, head dims are {p.head_dim} and "
+            f"{p.head_dim_v} (v), softcap is {p.softcap}; the backward kernels copy tiles of a bias per query and key "
+            f"in the dtype of q, or in float32 at head dims up to {FLOAT_TILE_DIM} without a softcap"
         ),
         hint=f"cast bias, or {_PAIR}",
         calls="dense",
-        example={"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
+        example={"q": (2, 4096, 16, 128), "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     _backward(
         "tile_bias_rows",
@@ -337,6 +354,8 @@ _NARROW = 128  # head dim: wider calls have other backward kernels, and their ke
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
+# Whether auto chooses the kernels with tiles of a bias in fp32, which nobody has timed beside those of triton.
+TAKES_FLOAT_TILES = False
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -440,11 +459,17 @@ _AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_copies",
-        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
-        lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
+        lambda p: (
+            p.bias_class != "score"
+            or _bias(p).dtype == p.dtype
+            or (TAKES_FLOAT_TILES and has_tile_kernels(p) and _reads_tiles(p))
+        ),
+        lambda p: (
+            "bias is not of the dtype of q, so it is read value by value, or as tiles by kernels that nobody has timed"
+        ),
         'cast bias, or backend="cuda" runs it all the same',
         calls="dense",
-        example={"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
+        example={"q": (2, 4096, 16, 128), "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     Rule(
         # The short-row kernels of triton use a bool mask without packing it.

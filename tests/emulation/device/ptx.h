@@ -82,7 +82,7 @@ inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, uint32
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
   if (of.rank != rank) emulation::fail("a tensor map is of another rank than its instruction");
   const uint32_t address = shared_address(to);
-  copy_with(barrier, static_cast<int>(of.box[0] * of.rows_of_box() * 2),
+  copy_with(barrier, static_cast<int>(of.box[0] * of.rows_of_box() * of.value_bytes),
             [=](emulation::Block& block) { emulation::load_box(of, at, block, address); });
 }
 
@@ -301,6 +301,18 @@ inline void stmatrix_x4_trans(const uint32_t (&in)[4], uint32_t address) {
       std::memcpy(emulation::current->block->at(places[e], 2), &bits, 2);
     }
   });
+}
+
+inline float ld_shared(uint32_t address) {
+  if (address % 4 != 0) emulation::fail("ld_shared is not on 4 bytes");
+  float value;
+  std::memcpy(&value, emulation::current->block->at(address, 4), 4);
+  return value;
+}
+
+inline void st_shared(uint32_t address, float value) {
+  if (address % 4 != 0) emulation::fail("st_shared is not on 4 bytes");
+  std::memcpy(emulation::current->block->at(address, 4), &value, 4);
 }
 
 inline void ld_shared_v2(uint32_t& first, uint32_t& second, uint32_t address) {
