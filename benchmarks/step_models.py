@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_dmattn.biases import Projected
+
 os.environ.setdefault("LAYERNORM_TYPE", "torch")  # Protenix compiles a kernel of its own otherwise
 
 OURS, WITHOUT = "dmattn", "without attention"
@@ -57,9 +59,10 @@ class Model(NamedTuple):
             yield
         elif self.adapter:
             adapter = importlib.import_module(f"flash_dmattn.integrations.{self.adapter}")
-            attend = _without if way == WITHOUT else adapter.attend
+            name, without = ("attend", _without) if hasattr(adapter, "attend") else ("attention", _without_attention)
+            call = without if way == WITHOUT else getattr(adapter, name)
             # Losses are compared, so that other sources than the known ones would be noticed.
-            with adapter.enable(unchecked=True), mock.patch.object(adapter, "attend", attend):
+            with adapter.enable(unchecked=True), mock.patch.object(adapter, name, call):
                 yield
         elif way == WITHOUT:
             with mock.patch.object(F, "scaled_dot_product_attention", _without_sdpa):
@@ -79,6 +82,13 @@ def _without(q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor] = (), **_
 
 def _without_sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     return _without(q, k, v, () if attn_mask is None else (attn_mask,))
+
+
+def _without_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Projected | None, **_: Any
+) -> Tensor:
+    factors = [] if bias is None else [x for term in bias.terms for _, x in term.named_tensors]
+    return _without(*(x.transpose(1, 2) for x in (q, k, v)), factors).transpose(1, 2)
 
 
 def _filled(module: nn.Module) -> nn.Module:
@@ -133,6 +143,24 @@ def _bert(way: str, quick: bool) -> Made:
     config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = transformers.BertForMaskedLM._from_config(config, attn_implementation=_transformers(way))
     inputs = _padded(2, 5, 12, 50) if quick else _padded(64, 128, 512, config.vocab_size)
+    return model, lambda: model(**inputs).loss
+
+
+def _deberta(way: str, quick: bool) -> Made:
+    import transformers
+
+    sizes = dict(hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12)
+    positions = dict(relative_attention=True, position_buckets=256, max_relative_positions=512, share_att_key=True)
+    count, least, most, vocabulary = 16, 128, 512, 128100
+    if quick:
+        sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2)
+        positions |= dict(position_buckets=8, max_relative_positions=16)
+        count, least, most, vocabulary = 2, 5, 20, 50
+    form = dict(pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_biased_input=False)
+    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.DebertaV2Config(vocab_size=vocabulary, **sizes, **positions, **form, **drops)
+    model = transformers.DebertaV2ForMaskedLM(config)
+    inputs = _padded(count, least, most, vocabulary)
     return model, lambda: model(**inputs).loss
 
 
@@ -332,6 +360,7 @@ MODELS = (
     Model("QwenImage, 2 of 4096 + 512", ("diffusers",), ("native",), _qwen_image, "diffusers"),
     Model("Gemma 2, 8192", HF, ("eager",), _softcap),  # "sdpa" ignores its softcap
     Model("BERT, 64 of 128 to 512", HF, TWO, _bert),
+    Model("DeBERTa v3 base, 16 of 128 to 512", HF, ("eager",), _deberta, "deberta"),
     Model("BEiT, 128 images", HF, TWO, partial(_images, "beit")),
     Model("Swin, 128 images", HF, TWO, partial(_images, "swin")),
     Model(f"Protenix's {PAIRS}", ("protenix.model.modules.pairformer",), ("plain", "triton"), _protenix, "protenix"),

@@ -92,9 +92,10 @@ class ProjectedMaker:
     def bytes_of_entry(self, factors: Factors, lengths: tuple[int, int]) -> int:
         """Return the bytes of the workspace for an entry of the batch.
 
-        Scores of keys count twice: a kernel makes them transposed, and a copy turns them.
+        Scores of keys by themselves count twice: a kernel makes them transposed, and another one turns them.
         """
-        heads = sum(x.shape[2] * (1 + term.by_keys) for term, x in zip(self.terms, factors[::2], strict=True))
+        copies = 1 + all(term.by_keys for term in self.terms)
+        heads = sum(x.shape[2] for x in factors[::2]) * copies
         return heads * lengths[0] * pitch_of(lengths[1]) * self.dtype(factors).itemsize
 
     def flop(self, factors: Factors, needs: Sequence[bool] | None = None) -> int:
@@ -226,7 +227,7 @@ def bands_of(x: Tensor) -> Any:
 
 
 class _Projections:
-    """The products of a call, of one term or two. `widest` is the index of the term with all heads of the scores."""
+    """The products of a call, of one term or two. `main` is the index of the term of queries, which has all heads."""
 
     def __init__(
         self, terms: tuple[Term, ...], factors: Factors, lengths: tuple[int, int], scale: float, entries: int
@@ -240,20 +241,17 @@ class _Projections:
             shape = (content.shape[2], length, others)
             rows = positions.rows_of_call(table, *term[:2], *lengths, term.by_keys)
             self.each.append(products_of(content)(rows, scale, term.by_keys, entries, shape))
-        heads = [content.shape[2] for content in self.contents]
-        self.widest = heads.index(max(heads))
+        self.main = min(range(len(terms)), key=lambda n: terms[n].by_keys)  # 0 if keys have the only term
 
     def scores(self, span: slice) -> Tensor:
-        made = [each.scores(content[span]) for each, content in zip(self.each, self.contents, strict=True)]
-        total: Tensor = made.pop(self.widest)
-        for other in made:
-            total.unflatten(1, (other.shape[1], -1)).add_(other.unsqueeze(2))
-            if total.dtype == torch.float16:
-                total.copy_(positions.within_range(total, total.dtype))
+        total: Tensor = self.each[self.main].scores(self.contents[self.main][span])
+        for n, (each, content) in enumerate(zip(self.each, self.contents, strict=True)):
+            if n != self.main:
+                each.add_scores(content[span], total)
         return total
 
     def place(self, entries: int) -> Tensor | None:
-        place: Tensor | None = self.each[self.widest].place(entries)
+        place: Tensor | None = self.each[self.main].place(entries)
         return place
 
     def add_gradient(self, ds: Tensor, span: slice, needs: Sequence[bool]) -> None:

@@ -148,6 +148,13 @@ class Products:
         made = product(x, self.rows, self.scale)
         return made.transpose(2, 3).contiguous() if self.by_keys else made
 
+    def add_scores(self, x: Tensor, total: Tensor) -> None:
+        """Add the scores of keys to those of queries, which may have more heads."""
+        made = self.scores(x)
+        total.unflatten(1, (made.shape[1], -1)).add_(made.unsqueeze(2))
+        if total.dtype == torch.float16:
+            total.copy_(within_range(total, total.dtype))
+
     def place(self, entries: int) -> Tensor | None:
         """Return where a backward pass may store the gradient of the scores of so many entries; None for anywhere."""
         return None

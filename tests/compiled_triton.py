@@ -477,9 +477,13 @@ def position_jobs(arch: str, dtype: torch.dtype, terms: int) -> list[Job]:
         for length, heads in ((1500, 8), (200, 1)):
             rows = torch.empty(heads, 2 * length - 1, terms, dtype=dtype, device="meta")
             x = torch.empty(4, length, 8, terms, dtype=dtype, device="meta")
-            products = positions.Products(rows, 0.125, False, 4, (8, length, length))
+            products, keys = (
+                positions.Products(rows, 0.125, by_keys, 4, (8, length, length)) for by_keys in (False, True)
+            )
             scores = products.scores(x)
-            products.gradients(products.place(4).copy_(scores), x, True, True)
+            keys.add_scores(x, scores)
+            for each in (products, keys):
+                each.gradients(products.place(4).copy_(scores), x, True, True)
     return jobs
 
 

@@ -48,6 +48,7 @@ def stays_finite() -> None:
     x, rows = torch.full((1, 5, 1, 16), 300.0).half(), torch.full((1, 9, 16), 300.0).half()
     for sign in (1, -1):
         made = kernels.Products(sign * rows, 1.0, False, 1, (1, 5, 5)).scores(x)
+        kernels.Products(sign * rows, 1.0, True, 1, (1, 5, 5)).add_scores(x, made)
         assert torch.equal(made.float(), torch.full((1, 1, 5, 5), sign * 65504.0))
 
 

@@ -254,7 +254,7 @@ def assert_products(
 
     Tiles have `most` vectors, or as many as the kernels choose.
     """
-    from flash_dmattn.triton_kernels.positions import Products  # most tests do without Triton
+    from flash_dmattn.triton_kernels.positions import Products, Workspace  # most tests do without Triton
 
     heads, length, others, terms, heads_rows = shape
     random = torch.Generator().manual_seed(length)
@@ -278,6 +278,12 @@ def assert_products(
         made.append([torch.cat(scores), torch.cat(gradients), products.rows_gradient()])  # type: ignore[arg-type]
     for each in made:
         assert all(torch.equal(a, b) for a, b in zip(each, made[0], strict=True)), "bits depend on the workspace"
+    for group in (1, 2) if by_keys else ():
+        total = torch.randn(2, group * heads, *lengths, generator=random).to(device, dtype)
+        place = Workspace(2, group * heads, dtype, total.device).rows("total", 2, *lengths).copy_(total)
+        products.add_scores(x[:2], place)
+        added = made[0][0][:2].float().repeat_interleave(group, 1)
+        assert torch.equal(place, (total.float() + added).to(dtype)), "scores are added with one rounding"
     limits = (torch.finfo(dtype).eps, torch.finfo(dtype).eps, 0.0)  # the last are sums in fp32
     for x, y, limit in zip(made[0], wanted, limits, strict=True):
         error = float((x.double() - y).norm() / y.norm())

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_dmattn
-from flash_dmattn.integrations import Patch, attend, heads_first
+from flash_dmattn.biases import Projected
+from flash_dmattn.integrations import Patch, attend, deberta, heads_first
 from flash_dmattn.integrations.patch import _get, digest
 from flash_dmattn.integrations.projects import PROJECTS, Project
 
@@ -32,15 +34,16 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
 @pytest.fixture
-def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor | None]]:
-    """The mask and the bias of each call of `attention` by `attend`."""
-    calls: list[dict[str, Tensor | None]] = []
+def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The mask, the bias and the options of each call of `attention` by `attend`, or by the adapter of DeBERTa."""
+    calls: list[dict[str, Any]] = []
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, **more: Any) -> Any:
-        calls.append({"mask": mask, "bias": bias})
+    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, **more: Any) -> Any:
+        calls.append({"mask": mask, "bias": bias, **more})
         return flash_dmattn.attention(q, k, v, mask, bias, **more)
 
-    monkeypatch.setattr(heads_first, "attention", watched)
+    for module in (heads_first, deberta):
+        monkeypatch.setattr(module, "attention", watched)
     return calls
 
 
@@ -89,7 +92,7 @@ def tokens_and_pairs(dtype: torch.dtype, n: int = 24) -> tuple[Tensor, Tensor]:
     return tokens, tokens[:, None, :].expand(-1, n, -1).contiguous()
 
 
-def test_a_list_of_biases_is_not_added_up(arrived: list[dict[str, Tensor | None]]) -> None:
+def test_a_list_of_biases_is_not_added_up(arrived: list[dict[str, Any]]) -> None:
     """Openfold's: the mask has no heads and the pairs no rows of the triangle; their sum has both."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 5, 4, 6, 8, dtype=torch.float64).unbind(0)
@@ -110,7 +113,7 @@ def test_a_list_of_biases_is_not_added_up(arrived: list[dict[str, Tensor | None]
     assert call["bias"] is not None and call["bias"].shape == pairs.shape
 
 
-def test_attend_combines_what_it_is_told(arrived: list[dict[str, Tensor | None]]) -> None:
+def test_attend_combines_what_it_is_told(arrived: list[dict[str, Any]]) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 6, 8).unbind(0)  # without a batch
     lower = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -122,7 +125,7 @@ def test_attend_combines_what_it_is_told(arrived: list[dict[str, Tensor | None]]
     assert out.shape == wanted.shape and torch.allclose(out, wanted, atol=1e-6)
     out = attend(q, k, v, masks=mixed)
     assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, mixed), atol=1e-6)
-    mask, bias = arrived[-1].values()
+    mask, bias = arrived[-1]["mask"], arrived[-1]["bias"]
     assert mask is not None and bias is not None and torch.equal(mask, lower.expand(4, 6, 6)) and bias.abs().max() < 9
     attend(q, k, v, masks=[torch.randn(6, 6)])
     assert arrived[-1]["mask"] is None  # nothing is hidden
@@ -267,6 +270,9 @@ def test_a_patch_refuses_what_it_does_not_know(upstream: ModuleType, monkeypatch
     assert upstream.plain(1) == 2
     with patch.enable(unchecked=True):
         assert upstream.plain(1) == 20
+    upstream.plain = partial(len)  # has no source
+    with pytest.raises(RuntimeError, match=f"{name} is not the source"):
+        patch.enable()
     with pytest.raises(ValueError, match="empty is 'mean'; it needs to be 'softmax' or 'zero'"):
         patch.enable(empty="mean")  # type: ignore[arg-type]
     monkeypatch.setitem(PROJECTS, "test", row._replace(module="absent_in_this_test"))
@@ -285,6 +291,12 @@ def test_a_patch_of_somebody_else_is_not_overwritten(upstream: ModuleType) -> No
     assert upstream.plain(1) == 2
 
 
+def is_another_transformers() -> bool:
+    """Whether the adapters of transformers have to be enabled unchecked."""
+    version: str = importlib.import_module("transformers").__version__
+    return version != PROJECTS["openpi"].version
+
+
 def installed(project: str) -> None:
     """Skip without the package, with a reason."""
     for name in PROJECTS[project].digests:
@@ -298,16 +310,14 @@ def installed(project: str) -> None:
 def test_sources_are_known(project: str) -> None:
     """The functions that adapters replace are the ones that the tests of this file ran with."""
     installed(project)
-    if project == "openpi":
-        transformers = importlib.import_module("transformers")
-        if transformers.__version__ != PROJECTS[project].version:
-            pytest.skip(f"transformers {transformers.__version__} is another version")
+    if PROJECTS[project].package == "transformers" and is_another_transformers():
+        pytest.skip("transformers is another version")
     for name, known in PROJECTS[project].digests.items():
         assert digest(_get(name)) == known, name
 
 
 @DTYPES
-def test_openfold(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_openfold(dtype: torch.dtype, arrived: list[dict[str, Any]]) -> None:
     installed("openfold")
     from openfold3.core.model.layers.attention_pair_bias import DiffusionAttentionPairBias
     from openfold3.core.model.layers.triangular_attention import TriangleAttention
@@ -326,7 +336,7 @@ def test_openfold(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -
 
 
 @DTYPES
-def test_boltz(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_boltz(dtype: torch.dtype, arrived: list[dict[str, Any]]) -> None:
     installed("boltz")
     from boltz.model.layers import attention, attentionv2
     from boltz.model.layers.triangular_attention.attention import TriangleAttention
@@ -355,7 +365,7 @@ def test_boltz(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> N
 
 
 @DTYPES
-def test_protenix_triangles(dtype: torch.dtype, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_protenix_triangles(dtype: torch.dtype, arrived: list[dict[str, Any]]) -> None:
     installed("protenix")
     from protenix.model.triangular.triangular import TriangleAttention
 
@@ -367,7 +377,7 @@ def test_protenix_triangles(dtype: torch.dtype, arrived: list[dict[str, Tensor |
         assert arrived[-1]["mask"] is not None and arrived[-1]["mask"].shape[-3:-1] == (1, 1)
 
 
-def test_protenix(arrived: list[dict[str, Tensor | None]]) -> None:
+def test_protenix(arrived: list[dict[str, Any]]) -> None:
     installed("protenix")
     from protenix.model.modules import primitives
 
@@ -385,7 +395,7 @@ def test_protenix(arrived: list[dict[str, Tensor | None]]) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("sdpa", [False, True])
-def test_nemo(dtype: torch.dtype, sdpa: bool, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_nemo(dtype: torch.dtype, sdpa: bool, arrived: list[dict[str, Any]]) -> None:
     installed("nemo")
     from nemo.collections.asr.parts.submodules import multi_head_attention as theirs
 
@@ -402,7 +412,7 @@ def test_nemo(dtype: torch.dtype, sdpa: bool, arrived: list[dict[str, Tensor | N
 
 
 @pytest.mark.parametrize("form", ["bool (B, keys)", "bool (B, 1, 1, keys)", "float", "-1e9"])
-def test_diffusers(form: str, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_diffusers(form: str, arrived: list[dict[str, Any]]) -> None:
     installed("diffusers")
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -423,7 +433,7 @@ def test_diffusers(form: str, arrived: list[dict[str, Tensor | None]]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_openpi(dtype: torch.dtype, bound: float, arrived: list[dict[str, Tensor | None]]) -> None:
+def test_openpi(dtype: torch.dtype, bound: float, arrived: list[dict[str, Any]]) -> None:
     installed("openpi")
     from transformers.models.gemma import modeling_gemma
 
@@ -434,12 +444,182 @@ def test_openpi(dtype: torch.dtype, bound: float, arrived: list[dict[str, Tensor
     mask = torch.where(seen, 0.0, -2.3819763e38)
     q, k, v = (torch.randn(2, heads, 90, 256, dtype=dtype) for heads in (8, 1, 1))
     call = lambda q, k, v: modeling_gemma.eager_attention_forward(module, q, k, v, mask[..., :90], 1 / 16)[0]
-    is_other = importlib.import_module("transformers").__version__ != PROJECTS["openpi"].version
     for _ in range(2):
-        assert compare("openpi", call, [q, k, v], unchecked=is_other) < bound
+        assert compare("openpi", call, [q, k, v], unchecked=is_another_transformers()) < bound
     masks = [call["mask"] for call in arrived]
     assert len(masks) == 2 and masks[0] is not None and masks[0] is masks[1]  # split once for all layers
     assert arrived[0]["bias"] is None
+
+
+def deberta_config(**changed: Any) -> Any:
+    """A tiny DeBERTa v3, whose positions end within the texts of these tests."""
+    transformers = importlib.import_module("transformers")
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
+    positions = dict(relative_attention=True, position_buckets=8, max_relative_positions=20, share_att_key=True)
+    form = dict(pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_biased_input=False)
+    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.DebertaV2Config(**(sizes | positions | form | drops | changed))
+
+
+def padded(*lengths: int) -> Tensor:
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+DEBERTA_FORMS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "both, tables of their own": dict(share_att_key=False),
+    "c2p": dict(pos_att_type=["c2p"]),
+    "p2c": dict(pos_att_type=["p2c"], share_att_key=False),
+    "no product": dict(pos_att_type=[]),
+    "no positions": dict(relative_attention=False),
+    "no logarithms": dict(position_buckets=-1, max_relative_positions=9),
+    "larger heads": dict(attention_head_size=20),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("form", DEBERTA_FORMS)
+def test_deberta(dtype: torch.dtype, form: str, arrived: list[dict[str, Any]]) -> None:
+    installed("deberta")
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+    config = deberta_config(**DEBERTA_FORMS[form])
+    layer = filled(DisentangledSelfAttention(config), dtype)
+    bound = 1e-12 if dtype == torch.float64 else 2e-4  # the gradient of a bias of keys is 0 in exact arithmetic
+    options = {"unchecked": is_another_transformers()}
+    table = torch.randn(2 * max(config.position_buckets, 9), 32, dtype=dtype)
+    for lengths in ((40, 23), (1, 1), (21, 0)):  # a text beyond the last bucket; texts of one token and of none
+        real = padded(*lengths)
+        x = torch.randn(*real.shape, 32, dtype=dtype)
+        masks = {"pairs": real[:, None, :, None] & real[:, None, None], "keys": real[:, None, None].long()}
+        for name, mask in masks.items():
+            call = lambda x, table, mask=mask: layer(x, mask, rel_embeddings=table)[0]
+            assert compare("deberta", call, [x, table], layer, **options) < bound, (lengths, name)
+    assert len(arrived) == 6
+    has_products = config.relative_attention and config.pos_att_type
+    assert all(isinstance(call["bias"], Projected) == bool(has_products) for call in arrived)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_deberta_rounds_the_scale_as_the_original(dtype: torch.dtype) -> None:
+    for dim, terms in ((64, 3), (64, 2), (24, 3), (80, 1)):
+        exact = torch.sqrt(torch.tensor(dim, dtype=torch.float) * terms)
+        for each in (torch.float64, torch.float32, dtype):
+            assert deberta._root(dim * terms, each) == exact.to(each).item()
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_deberta_trains(checkpoints: bool, arrived: list[dict[str, Any]]) -> None:
+    """All states, also of padding, and the losses of three steps, with texts of other lengths; a convolution, too."""
+    installed("deberta")
+    from transformers import DebertaV2ForMaskedLM
+
+    def losses() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = filled(DebertaV2ForMaskedLM(deberta_config(conv_kernel_size=3)), torch.float64).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        optimizer, made = torch.optim.SGD(model.parameters(), lr=1e-2), []
+        for lengths in ((30, 11, 25), (5, 5, 1), (33, 32, 0)):
+            real = padded(*lengths)
+            tokens = torch.randint(2, 50, real.shape)
+            out = model(tokens, real.long(), labels=tokens.where(real, -100), output_hidden_states=True)
+            out.loss.backward()
+            made += [out.loss.detach(), *(x.detach() for x in out.hidden_states)]
+            made += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return made
+
+    theirs = losses()
+    with deberta.enable(unchecked=is_another_transformers()):
+        ours = losses()
+    assert worst(ours, theirs) < 1e-9
+    calls = 2 * 3 * (2 if checkpoints else 1)
+    assert len(arrived) == calls and all(call["mask"].shape[1:3] == (1, 1) for call in arrived)  # not L x L
+
+
+def test_deberta_runs_the_original_where_it_has_to(arrived: list[dict[str, Any]]) -> None:
+    installed("deberta")
+    from transformers import DebertaV2Model
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention, build_relative_position
+
+    options = {"unchecked": is_another_transformers()}
+    model = filled(DebertaV2Model(deberta_config()), torch.float64)
+    real, tokens = padded(19, 8), torch.randint(2, 50, (2, 19))
+    layer = filled(DisentangledSelfAttention(deberta_config(pos_att_type=["c2p"])), torch.float64)
+    x, table, few = torch.randn(2, 19, 32), torch.randn(16, 32), torch.randn(2, 7, 32)
+    x, table, few = x.double(), table.double(), few.double()
+    shuffled = build_relative_position(x, x, 8, 20)[:, torch.randperm(19)]
+    seen = real[:, None, None]
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.cat([x.flatten() for x in model(tokens, real.long(), output_attentions=True).attentions]),
+        lambda: layer(x, seen, relative_pos=shuffled, rel_embeddings=table)[0],
+        lambda: layer(x, seen, query_states=few, rel_embeddings=table)[0],
+        lambda: model.encoder(x, real.long(), relative_pos=shuffled).last_hidden_state,
+    ]
+    for call in calls:
+        theirs = call()
+        with deberta.enable(**options):
+            assert torch.equal(call(), theirs)
+    assert not arrived
+
+
+def test_deberta_has_three_kinds_of_rows_without_a_key() -> None:
+    """The mean of all values as there, and 0 with `empty="zero"`, which changes no other row."""
+    installed("deberta")
+    from transformers import DebertaV2Model
+
+    model = filled(DebertaV2Model(deberta_config()), torch.float64)
+    real, tokens = padded(19, 8, 0), torch.randint(2, 50, (3, 19))
+    layer, seen = model.encoder.layer[0].attention.self, []
+    layer.register_forward_hook(lambda layer, inputs, outputs: seen.append(outputs[0]))
+    for options in ({}, {"empty": "zero"}):
+        with deberta.enable(**options, unchecked=is_another_transformers()), torch.no_grad():
+            out = model(tokens, real.long()).last_hidden_state
+        if options:
+            assert bool((seen[-1][~real] == 0).all()) and torch.equal(seen[-1][real], seen[0][real])
+        else:
+            theirs = model(tokens, real.long()).last_hidden_state
+            assert torch.allclose(out, theirs, atol=1e-10)
+    assert torch.allclose(out[real], theirs[real], atol=1e-10)
+
+
+def test_deberta_drops_as_its_layers_say(arrived: list[dict[str, Any]]) -> None:
+    installed("deberta")
+    from transformers import DebertaV2Model
+
+    drops = dict(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.3)
+    model = filled(DebertaV2Model(deberta_config(**drops, num_hidden_layers=1)), torch.float64)
+    tokens, layer = torch.randint(2, 50, (2, 9)), model.encoder.layer[0].attention.self
+    tables: list[Tensor] = []
+    layer.key_proj.register_forward_pre_hook(lambda layer, inputs: tables.append(inputs[0]))
+    with deberta.enable(unchecked=is_another_transformers()), torch.no_grad():
+        for is_training, dropout_p in ((True, 0.3), (False, 0.0)):
+            model.train(is_training)
+            model(tokens)
+            assert arrived[-1]["dropout_p"] == dropout_p and bool((tables[-1] == 0).any()) == is_training
+        layer.dropout.train()
+        model(tokens)
+        assert arrived[-1]["dropout_p"] == 0.3
+
+
+def test_deberta_compiles(arrived: list[dict[str, Any]]) -> None:
+    """As one graph, and after calls in inference mode, whose tensors have no gradients."""
+    installed("deberta")
+    from transformers import DebertaV2Model
+
+    model = filled(DebertaV2Model(deberta_config(max_relative_positions=24)), torch.float64)
+    real, tokens = padded(19, 8), torch.randint(2, 50, (2, 19))
+    call = lambda model: model(tokens, real.long()).last_hidden_state
+    theirs = results(lambda: call(model), [], model)
+    with deberta.enable(unchecked=is_another_transformers()):
+        with torch.inference_mode():
+            assert torch.allclose(call(model), theirs[0], atol=1e-10)
+        assert worst(results(lambda: call(model), [], model), theirs) < 1e-10
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert worst(results(lambda: call(compiled), [], model), theirs) < 1e-10
 
 
 @DTYPES

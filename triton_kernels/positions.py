@@ -25,6 +25,7 @@ from .kernel_launch import ceil_div, launch, next_power_of_2
 from .precision import unsplit_precision
 
 _STEP = 4
+_TURNED = 64  # rows and columns of a tile that is transposed
 _FEW_VECTORS = 1024  # up to so many, tiles of 128 that are _STEP apart would mostly be distances without a score
 
 
@@ -155,6 +156,29 @@ def project_table_kernel(
         tl.store(place, acc, mask=is_distance)
 
 
+@triton.jit
+def turn_kernel(
+    x, y, length, others, group, x_pitch, y_pitch,
+    ADDS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write y[pair, j, i] = x[pair // group, i, j], or add it; rows of y end with zeros. MOST bounds sums, if not 0."""
+    program = tl.program_id(0)
+    blocks_i, blocks_j = tl.cdiv(y_pitch, BLOCK), tl.cdiv(others, BLOCK)
+    pair = program // (blocks_i * blocks_j)
+    i = program // blocks_j % blocks_i * BLOCK + tl.arange(0, BLOCK)
+    j = program % blocks_j * BLOCK + tl.arange(0, BLOCK)
+    # Up to the pitch, so that the compiler sees whole vectors; others of x are behind the last row of y.
+    read = x + ((pair // group).to(tl.int64) * length + i)[:, None] * x_pitch + j[None, :]
+    turned = tl.trans(tl.load(read, mask=(i < length)[:, None] & (j < x_pitch)[None, :], other=0.0))
+    place = y + (pair.to(tl.int64) * others + j)[:, None] * y_pitch + i[None, :]
+    is_place = (j < others)[:, None] & (i < y_pitch)[None, :]
+    if ADDS:
+        turned = turned.to(tl.float32) + tl.load(place, mask=is_place, other=0.0).to(tl.float32)
+        if MOST != 0:
+            turned = tl.minimum(tl.maximum(turned, -MOST), MOST)
+    tl.store(place, turned.to(y.dtype.element_ty), mask=is_place)
+
+
 class Workspace:
     """The tensors of one call by name, for a few entries of the batch at a time: each is made once, at its first use.
 
@@ -212,13 +236,21 @@ class Products:
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores of some entries, x (entries, L, H, P): (entries, H, Lq, Lk) with rows of unit stride."""
         _, length, others = self.shape
+        work = self._scores_by_vectors(x)
+        return _turn(work, self.work.rows("turned", x.shape[0], others, length)) if self.by_keys else work
+
+    def add_scores(self, x: Tensor, total: Tensor) -> None:
+        """Add the scores of keys to those of queries, which may have more heads, in their workspace."""
+        _turn(self._scores_by_vectors(x), total, adds=True, most=self.rest[0])
+
+    def _scores_by_vectors(self, x: Tensor) -> Tensor:
+        """Return the scores of some entries, (entries, H, L, M)."""
+        _, length, others = self.shape
         x = _unit_rows(x)
         work = self.work.rows("scores", x.shape[0], length, others)
         numbers = (*self._numbers(), work.stride(2) // _STEP, self.scale)
         self._launch(project_kernel, x.shape[0], (x, self.rows, work), (x.stride()[:3], *numbers), self.rest)
-        if not self.by_keys:
-            return work
-        return self.work.rows("turned", x.shape[0], others, length).copy_(work.transpose(2, 3))
+        return work
 
     def place(self, entries: int) -> Tensor:
         """Return where a backward pass may store the gradient of the scores of so many entries."""
@@ -265,7 +297,7 @@ class Products:
         entries = ds.shape[0]
         _, length, others = self.shape
         if self.by_keys:
-            return self.work.rows("turned ds", entries, length, others, zeros=True).copy_(ds.transpose(2, 3))
+            return _turn(ds, self.work.rows("scores", entries, length, others))  # which have been read
         if self.work.has("ds", ds) or (ds.is_contiguous() and others % _STEP == 0 and ds.dtype == self.rows.dtype):
             return ds
         return self.place(entries).copy_(ds)
@@ -285,6 +317,19 @@ class Products:
         heads, length, _ = self.shape
         blocks = ceil_div(ceil_div(length, _STEP), self.tile[1])
         launch(kernel, entries * heads * _STEP * blocks, tensors, numbers, (*self.tile, *rest), self.num_warps)
+
+
+def _turn(x: Tensor, y: Tensor, adds: bool = False, most: float = 0.0) -> Tensor:
+    """Write the transposed x (entries, H, L, M) to the rows of a workspace, y (entries, heads, M, L); or add it."""
+    entries, heads, length, others = x.shape
+    pitch = x.stride(2)
+    if x.stride() != (heads * length * pitch, length * pitch, pitch, 1):
+        x, pitch = x.contiguous(), others
+    group, y_pitch = y.shape[1] // heads, y.stride(2)
+    programs = entries * y.shape[1] * ceil_div(y_pitch, _TURNED) * ceil_div(others, _TURNED)
+    constants = (adds, most, _TURNED)
+    launch(turn_kernel, programs, (x, y), (length, others, group, pitch, y_pitch), constants, num_warps=4)
+    return y
 
 
 def _unit_rows(x: Tensor) -> Tensor:

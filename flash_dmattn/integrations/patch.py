@@ -137,7 +137,11 @@ def digest(function: Any) -> str:
     """Return the first 12 digits of the SHA-256 of a function's source; "absent" if there is no such function."""
     if function is _ABSENT:
         return "absent"
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    try:
+        source = inspect.getsource(function)
+    except TypeError:  # of TorchScript, as functions of transformers were before 5.24
+        return "no source"
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def _place(name: str) -> tuple[Any, Any]:

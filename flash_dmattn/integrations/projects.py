@@ -24,6 +24,7 @@ class Project(NamedTuple):
 
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa_kernels"
+_DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2"
 _GEMMA = "transformers.models.gemma.modeling_gemma:eager_attention_forward"
 
 PROJECTS = {
@@ -92,6 +93,21 @@ PROJECTS = {
         ),
     ),
     "openpi": Project("transformers", "transformers", "5.24.0", {_GEMMA: "cb34ccea2871"}, ()),
+    "deberta": Project(
+        "transformers",
+        "transformers",
+        "5.24.0",
+        {
+            f"{_DEBERTA}:DisentangledSelfAttention.forward": "af3958f86121",
+            f"{_DEBERTA}:DisentangledSelfAttention.disentangled_attention_bias": "f4f4b7467256",
+            f"{_DEBERTA}:DebertaV2Encoder.forward": "93f649e87603",
+            f"{_DEBERTA}:DebertaV2Encoder.get_attention_mask": "394ea7d8494b",
+            f"{_DEBERTA}:DebertaV2Encoder.get_rel_pos": "22db3102f922",
+            f"{_DEBERTA}:build_relative_position": "00558921462f",
+            f"{_DEBERTA}:make_log_bucket_position": "868c484cd016",
+        },
+        (),
+    ),
     "megatron": Project(
         "megatron-core",
         "megatron.core",
