@@ -574,16 +574,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 };
 
-template <class Traits>
-__device__ __forceinline__ void consume_backward(const BackwardParams& p, BackwardStorage<Traits>& shared, int group) {
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
+template <bool kGreat, class Traits>
+__device__ __forceinline__ void consume_work_tiles(const BackwardParams& p, BackwardStorage<Traits>& shared, int group,
+                                                   int warp, int lane) {
   typename BackwardConsumer<Traits>::Pipes pipes;
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<kWorkStages> pipe_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
-  const PingPong pingpong{group};
-  pingpong.start();
-  const bool has_great = has_great_rows<Traits>(p, shared.has_great, group, warp, lane);
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) break;
@@ -600,17 +597,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (BackwardConsumer<Traits>::kHasBias && has_great && has_great_row(p, item, lane)) {
-      // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both. Where a
-      // warpgroup sums dbias it has no registers for the copy, and would serialize the products.
-      int own_lane = lane;
-      if constexpr (!Traits::kSumsFast) asm volatile("" : "+r"(own_lane));
-      BackwardConsumer<Traits> own{
-          {p, shared, group, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, dk, dv};
-      own.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
-    } else {
-      consumer.template mainloop<false>(item, pipes);
-    }
+    consumer.template mainloop<kGreat>(item, pipes);
     consumer.store_key_sums(item);
     consumer.store_flat_sums(item);
     if (item.is_last) {
@@ -627,6 +614,16 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     release_work_tile(shared, pipe_work);
   }
+}
+
+template <class Traits>
+__device__ __forceinline__ void consume_backward(const BackwardParams& p, BackwardStorage<Traits>& shared, int group) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
+  const PingPong pingpong{group};
+  pingpong.start();
+  choose_great<Traits>(p, shared.has_great, group, warp, lane, [&](auto is_great, int own_group, int own_warp, int own_lane) {
+    consume_work_tiles<decltype(is_great)::value>(p, shared, own_group, own_warp, own_lane);
+  });
   pingpong.end();
 }
 

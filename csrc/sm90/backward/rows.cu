@@ -125,6 +125,17 @@ __global__ void __launch_bounds__(kThreads, kColumns <= 128 ? 6 : 5)
     }
     exists = exists && row < seqlen_q_of(p, work);
     float sum = 0.0f;
+    // Loaded together with out and dout: behind their sum it would be waited for once more.
+    float narrow = INFINITY;
+    double wide = INFINITY;
+    if (exists && lane == 0) {
+      const int64_t from = first_lse_of(p, work) + row;
+      if (p.has_wide_lse) {
+        wide = static_cast<const double*>(p.lse)[from];
+      } else {
+        narrow = static_cast<const float*>(p.lse)[from];
+      }
+    }
     // The row in its entry of dout and of dlse.
     int entry = work.batch, row_of_entry = row;
     if constexpr (kHasSequences) {
@@ -162,9 +173,7 @@ __global__ void __launch_bounds__(kThreads, kColumns <= 128 ? 6 : 5)
       float lse = INFINITY;
       SplitLse natural{INFINITY, 0.0f};
       if (exists) {
-        const int64_t from = first_lse_of(p, work) + row;
-        natural = p.has_wide_lse ? split_lse(static_cast<const double*>(p.lse)[from])
-                                 : SplitLse{static_cast<const float*>(p.lse)[from], 0.0f};
+        natural = p.has_wide_lse ? split_lse(wide) : SplitLse{narrow, 0.0f};
         if (natural.high != -INFINITY) {
           if (p.dlse.data != nullptr) {
             sum -= p.dlse.data[entry * p.dlse.stride_b + work.head * p.dlse.stride_h + row_of_entry * p.dlse.stride_q];

@@ -180,24 +180,11 @@ struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   QueryWalk<Traits> walk;
 };
 
-// Whether the lse of a row of the work tile is great, for a warp: lanes look at different tiles of rows.
-template <class Work>
-__device__ __forceinline__ bool has_great_row(const BackwardParams& p, const Work& work, int lane) {
-  const uint32_t* const tiles = p.great_rows + first_padded_tile_of(p, work);
-  const int number = (seqlen_q_of(p, work) + kTile - 1) / kTile;
-  uint32_t any = 0;
-#pragma unroll 1
-  for (int tile = lane; tile < number; tile += 32) any |= tiles[tile];
-  return __any_sync(0xffffffffu, any != 0);
-}
-
-// Whether the lse of a row of the call is great, so that consumers have to look at each work tile. All threads of both
-// consumers look at a part of great_rows, while the first keys are loaded. The thread that finds work tiles has no
-// registers for it.
+// Whether the lse of a row of the call is great. All threads of both consumers look at a part of great_rows, while the
+// first keys are loaded. The thread that finds work tiles has no registers for it.
 template <class Traits>
 __device__ __forceinline__ bool has_great_rows(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
                                                int warp, int lane) {
-  if constexpr (Traits::kBias == BackwardBias::kNone) return false;
   int64_t tiles = static_cast<int64_t>(p.batch) * p.num_heads * ((p.seqlen_q + kTile - 1) / kTile);
   if constexpr (Traits::kHasSequences) tiles = static_cast<int64_t>(p.num_heads) * p.sequences.padded_tiles;
   uint32_t any = 0;
@@ -211,6 +198,22 @@ __device__ __forceinline__ bool has_great_rows(const BackwardParams& p, uint32_t
 #pragma unroll
   for (uint32_t one : seen) any |= one;
   return any != 0;
+}
+
+// Calls `consume` with std::true_type if the lse of a row of the call is great, and with the place of the thread: a number
+// of its consumer, its warp and lane. Two loops over all work tiles share no register. A second main loop inside of one left
+// the first too few, and so does a place that both loops know.
+template <class Traits, class F>
+__device__ __forceinline__ void choose_great(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
+                                             int warp, int lane, F consume) {
+  if constexpr (Traits::kBias != BackwardBias::kNone) {
+    if (has_great_rows<Traits>(p, seen, group, warp, lane)) {
+      asm volatile("" : "+r"(group), "+r"(warp), "+r"(lane));
+      consume(std::true_type{}, __shfl_sync(0xffffffffu, group, 0), __shfl_sync(0xffffffffu, warp, 0), lane);
+      return;
+    }
+  }
+  consume(std::false_type{}, group, warp, lane);
 }
 
 // Query blocks of a head that there is room for.

@@ -11,6 +11,7 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kBlocks = 1 << 13;  // shared out over the tiles; most of them end at once
 
 struct Query : OfSequence<true> {
   int batch, head;
@@ -23,6 +24,7 @@ constexpr int kQueries = 8;  // of a warp at a time, which share what it reads o
 template <class Element>
 __device__ __forceinline__ void add_products(float (&sums)[kQueries], const Element* rows, int64_t stride, int number,
                                              const Element* other, int columns) {
+#pragma unroll 2  // a warp waits for memory more than it computes
   for (int c = 0; c < columns; c += 8) {
     const uint4 y = *reinterpret_cast<const uint4*>(other + c);
     const uint32_t ys[4] = {y.x, y.y, y.z, y.w};
@@ -40,12 +42,12 @@ __device__ __forceinline__ void add_products(float (&sums)[kQueries], const Elem
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constant__ FewKeysParams p) {
+__global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constant__ FewKeysParams p, int shares) {
   griddep_wait();
   const SequenceParams& of = p.sequences;
-  const int lane = threadIdx.x % 32;
-  // A block of threads has a padded tile of all heads.
-  for (int tile = blockIdx.x; tile < of.padded_tiles; tile += gridDim.x) {
+  const int lane = threadIdx.x % 32, warp = static_cast<int>(blockIdx.x % shares) * kWarps + threadIdx.x / 32;
+  // `shares` blocks of threads have a padded tile of all heads.
+  for (int tile = blockIdx.x / shares; tile < of.padded_tiles; tile += gridDim.x / shares) {
     Query work;
     work.batch = of.sequence_of_tile[tile];
     if (work.batch < 0) continue;
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
     if (sequence.seqlen_k == 0 || sequence.seqlen_k > kFewKeys) continue;
     const int first = (tile - first_padded_tile(sequence, work.batch)) * kTile;
     const int groups = (min(sequence.seqlen_q - first, kTile) + kQueries - 1) / kQueries;
-    for (int at = threadIdx.x / 32; at < groups * p.num_heads; at += kWarps) {
+    for (int at = warp; at < groups * p.num_heads; at += shares * kWarps) {
       const int first_row = first + at / p.num_heads * kQueries, rows = min(sequence.seqlen_q - first_row, kQueries);
       work.head = at % p.num_heads;
       const int64_t padded = first_padded_tile_of(p, work) * kTile + first_row;
@@ -107,8 +109,10 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
 
 template <class T>
 cudaError_t launch_few_keys(const FewKeysParams& params, cudaStream_t stream) {
-  const int blocks = std::min(params.sequences.padded_tiles, 1 << 16);
-  return KernelLaunch(blocks, kThreads, stream).run(few_keys_kernel<T>, params);
+  // Where few of many tiles have few keys, their blocks would work while the other SMs wait.
+  const int tiles = std::min(params.sequences.padded_tiles, 1 << 16), warps = kTile / kQueries * params.num_heads;
+  const int shares = std::clamp(kBlocks / std::max(tiles, 1), 1, (warps + kWarps - 1) / kWarps);
+  return KernelLaunch(tiles * shares, kThreads, stream).run(few_keys_kernel<T>, params, shares);
 }
 
 template cudaError_t launch_few_keys<__half>(const FewKeysParams&, cudaStream_t);

@@ -230,15 +230,14 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
   }
 };
 
-template <int kGroup, class Traits>
-__device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, WideBackwardStorage<Traits>& shared) {
+template <int kGroup, bool kGreat, class Traits>
+__device__ __forceinline__ void consume_wide_work_tiles(const BackwardParams& p, WideBackwardStorage<Traits>& shared,
+                                                        int warp, int lane) {
   using Consumer = WideBackwardConsumer<Traits, kGroup>;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename Consumer::PipelineStates score_state, mma_state;
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<kWorkStages> pipe_work;
   typename Consumer::Sums sums;
-  const bool has_great = has_great_rows<Traits>(p, shared.has_great, kGroup, warp, lane);
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -250,14 +249,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (Consumer::kHasBias && has_great && has_great_row(p, item, lane)) {
-      int own_lane = lane;  // as in consume_backward
-      asm volatile("" : "+r"(own_lane));
-      Consumer own{{p, shared, 0, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, sums};
-      own.template mainloop<Consumer::kHasBias>(item, score_state, mma_state);
-    } else {
-      consumer.template mainloop<false>(item, score_state, mma_state);
-    }
+    consumer.template mainloop<kGreat>(item, score_state, mma_state);
     consumer.store_key_sums(item);
     if (item.is_last) {
       barrier_arrive_of_warp(&shared.keys_empty[pipe_keys.stage]);
@@ -272,6 +264,14 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     release_work_tile(shared, pipe_work);
   }
+}
+
+template <int kGroup, class Traits>
+__device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, WideBackwardStorage<Traits>& shared) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
+  choose_great<Traits>(p, shared.has_great, kGroup, warp, lane, [&](auto is_great, int, int own_warp, int own_lane) {
+    consume_wide_work_tiles<kGroup, decltype(is_great)::value>(p, shared, own_warp, own_lane);
+  });
 }
 
 }  // namespace flash_dmattn
