@@ -24,7 +24,7 @@ ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.f
 BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
-# Those of a bias in fp32, of head dims up to 64.
+# The same for a bias in fp32, at head dims up to 64.
 FLOAT_FORMS, BACKWARD_FLOAT_FORMS = ("float tile",), ("float tile", "stored float tile")
 SUMMED = "summed tile"  # of head dims up to 128
 WHOLE = "whole tile of keys"  # without mask and bias, of head dims 192 and 128

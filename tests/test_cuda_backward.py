@@ -591,7 +591,7 @@ def test_lengths_and_gradients_of_a_bias_in_fp32(
 @pytest.mark.parametrize("shape", (FULL, ("1", "Hq", "Lq", "Lk")), ids="-".join)
 @pytest.mark.parametrize("data", ("row -1e9", "row -1e30", "key 1e9", "key 1e30", "seen nan bias", "hidden inf bias"))
 def test_values_of_a_bias_in_fp32(backend: Runner, data: str, shape: tuple[str, ...], masked: bool) -> None:
-    """Great ones, for which there is a loop of its own, and those that are no number."""
+    """Great ones, for which there is a loop of its own, NaN and inf."""
     case = FLOATS.with_(bias=shape, data=data, mask=("B", "1", "Lq", "Lk") if masked else None)
     backend.check(case, alone=True)
 
@@ -618,7 +618,7 @@ def test_other_facts_beside_a_bias_in_fp32(backend: Runner, shape: tuple[str, ..
 @pytest.mark.parametrize("two", (False, True), ids=("a tile of keys", "two tiles of keys"))
 @every_float_bias
 def test_a_bias_in_fp32_is_not_rounded(backend: Runner, shape: tuple[str, ...], two: bool) -> None:
-    """A bias of size 30, of which bf16 has steps of 0.125 to 0.25; rounded, it would miss the rule of accuracy."""
+    """At a size of 30 bf16 has steps of 0.125 to 0.25: with a rounded bias results miss the rule of accuracy."""
     case = FLOATS.with_(bias=shape)
     if two:
         case = case.with_(batch=8, num_heads=16, num_heads_k=8, seqlen_q=65, seqlen_k=512)

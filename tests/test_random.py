@@ -175,7 +175,7 @@ def test_cuda_runs_every_kernel() -> None:
     assert {each for each in kernels if not is_float(each)} == set(itertools.product(ALL_INSTANCES, BIAS_FORMS, flags))
     others = {each for each in differentiated if not is_float(each)}
     assert others == set(itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags))
-    # Of either dtype.
+    # In one dtype or the other.
     for reached, forms in ((kernels, FLOAT_FORMS), (differentiated, BACKWARD_FLOAT_FORMS)):
         floats = {(dims[:2], *rest) for dims, *rest in filter(is_float, reached)}
         assert floats == set(itertools.product(cuda_rules.INSTANCES[:2], forms, flags))

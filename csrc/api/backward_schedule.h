@@ -42,7 +42,7 @@ enum class DbiasWriter {
 // Who writes dbias, if clusters of `batch` blocks find room on the GPU; without room, kSharedDbias replaces kClusters.
 // Clusters serve a dbias that the whole batch shares and nothing else does. The batch has to be a cluster size, and
 // rows of dbias written 16 bytes at a time. All entries need one mask: else the blocks of a cluster would walk
-// different queries. A dbias in fp32 is none of 16-bit terms, which are all that blocks exchange.
+// different queries. Blocks exchange terms of 16 bits, which are not enough for a dbias in fp32.
 inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (call.dbias_batch == 0) return DbiasWriter::kNone;
   const bool is_shared = call.dbias_batch < call.batch || call.dbias_heads < call.num_heads;

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn {
 
-// A box is `rows` rows of 64 columns of 16 bits, or 32 of fp32, with the 128-byte swizzle. Elements outside the tensor read as 0 and are not
-// written. `op` and `name` are the operator and its argument, for error messages.
+// A box is `rows` rows of 64 columns of 16 bits, or of 32 columns of fp32, with the 128-byte swizzle. Elements outside the
+// tensor read as 0 and are not written. `op` and `name` are the operator and its argument, for error messages.
 
 // For q, k, v or dout, (B, L, H, D): dims (D, L, H, B), innermost first. is_alone: rows have 64 bytes, and their
 // neighbours in memory belong to other heads, which are read at another time. L2 then does not fetch the neighbours

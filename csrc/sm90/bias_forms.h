@@ -1,6 +1,7 @@
 // The forms of a bias: what a kernel reads for a tile of scores, and what it makes of the gradient. Kernels and the code
 // that launches them ask for these facts and name no form. A new form is an enumerator, its facts, and an entry in the
-// lists of dispatch.h and backward/dispatch.h. bias_window.h and float_tile.h have the code of operands. Includes no CUDA, no torch.
+// lists of dispatch.h and backward/dispatch.h. bias_window.h and float_tile.h have the code of operands. Includes no CUDA,
+// no torch.
 #pragma once
 
 namespace flash_dmattn {
@@ -90,8 +91,8 @@ constexpr bool sums_flat_tiles(BackwardBias bias) { return bias == BackwardBias:
 constexpr bool has_window_kernels(int head_dim, int head_dim_v) {
   return head_dim == head_dim_v && (head_dim == 64 || head_dim == 128);
 }
-// Whether there are kernels with tiles in fp32: at the head dims of the models that have such a bias. A tile takes 64 KB,
-// and beside wider rows of q, k, v and dout none is left of 227. In the backward pass they have no softcap.
+// Whether there are kernels with tiles in fp32: at the head dims of the models that have such a bias. Its tiles would not
+// fit beside wider rows of q, k and v. Backward kernels have no softcap then.
 constexpr bool has_float_tile_kernels(int head_dim, int head_dim_v) { return head_dim <= 64 && head_dim_v <= 64; }
 // Whether there are kernels with an interval mask, too.
 constexpr bool takes_intervals(Bias bias) { return bias == Bias::kNone || bias == Bias::kVector; }

@@ -1,5 +1,5 @@
-// Reads of a tile of bias in fp32: panels of 32 columns, of keys, whose rows of 128 bytes TMA has swizzled. Lanes of one load
-// find their values in different banks. backward/key_consumer.h reads tiles for scores whose rows are keys.
+// Reads of a tile of bias in fp32: panels of 32 keys, whose rows of 128 bytes TMA has swizzled. Lanes of one load find
+// their values in different banks. backward/key_consumer.h reads tiles for scores whose rows are keys.
 #pragma once
 
 #include "../device/pipeline.h"

@@ -8,7 +8,8 @@
 
 namespace flash_dmattn {
 
-// Calls f with an integral constant for the kind of bias, any but kTileSum, those with a window and those with tiles in fp32.
+// Calls f with an integral constant for the kind of bias: any but kTileSum, and but kinds with a window or with tiles in
+// fp32.
 template <MaskForm kMask, class F>
 cudaError_t with_backward_bias(BackwardBias bias, F f) {
   using Of = BackwardBias;

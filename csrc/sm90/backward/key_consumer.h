@@ -152,7 +152,7 @@ struct KeyConsumer {
     return (2 * group + warp / 2) * kBlockM * kRowBytes + row * kRowBytes + ((chunk ^ row) << 4) + lane / 4 % 4 * 4;
   }
 
-  // Where the value of query e and key r of the c-th 8 queries lies, by that of the first one. Lanes of a load have 8
+  // Where the value of query e and key r of the c-th 8 queries lies, by the place of the first one. Lanes of a load have 8
   // neighbouring keys of 4 queries: all banks.
   __device__ __forceinline__ static uint32_t place_of_float(uint32_t first, int c, int r, int e) {
     return (first ^ (e << 4 | r << 5)) + (8 * c + e) * kRowBytes;
@@ -289,7 +289,7 @@ struct KeyConsumer {
   // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
   // summed before rounding, where kSumsKeys: of the thread's two keys, over its queries. The caller must add it to
   // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
-  // alive. `dbias`: a tile in fp32 whose bias ds overwrites, if it does, as read_sixteen takes it.
+  // alive. `dbias`: where ds overwrites a bias in fp32, its tile, as read_sixteen takes it.
   __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
                                             Operand& ds, float (&sums)[2], uint32_t dbias = 0) {
     const float* delta = shared.delta[stage] + 2 * (lane % 4);

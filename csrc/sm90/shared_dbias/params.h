@@ -18,8 +18,8 @@ struct SharedDbiasParams : AttentionSizes {
   // (Lk, Lq, Hbias, Bbias).
   CUtensorMap q, k, v, dout, bias;
   void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8; not written if there are slots
-  // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written in 16 bits. In fp32 dbias is the one
-  // slot where it is written. By distance
+  // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written. A dbias in fp32 is a slot itself
+  // then. By distance
   // (chunks, Bd, Hd, diagonals, kDiagonalFloats).
   float* slots;
   const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding, -inf in great ones

@@ -33,7 +33,7 @@ struct SharedDbiasTraits {
   static constexpr int kMostPanels = kPanels > kPanelsV ? kPanels : kPanelsV;
   static constexpr int kSlotPanels = kMostPanels < 2 ? kMostPanels : 2;
   static constexpr int kOperandBytes = kSlotPanels * kPanelBytes;
-  static constexpr int kBiasColumns = panel_columns(kBiasForm), kBiasPanels = kTile / kBiasColumns;  // of a panel, of a tile
+  static constexpr int kBiasColumns = panel_columns(kBiasForm), kBiasPanels = kTile / kBiasColumns;
   // Each warp has a window of its 16 queries and the tile's keys. In the end the warp's sums lie there.
   static constexpr int kBiasBytes =
       kSumsDiagonals ? 4 * kConsumers * WindowLayout<16, kTile>::kBytes : kBiasPanels * kPanelBytes;

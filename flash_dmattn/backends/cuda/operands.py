@@ -107,7 +107,7 @@ def _has_short_rows(p: AttentionProblem) -> bool:
 
 
 def has_tile_kernels(p: AttentionProblem) -> bool:
-    """Return whether kernels read tiles of a bias of this dtype. In the backward pass those of fp32 have no softcap."""
+    """Return whether kernels read tiles of a bias of this dtype; no backward kernel has fp32 beside a softcap."""
     assert p.bias is not None
     if p.bias.dtype == p.dtype:
         return True

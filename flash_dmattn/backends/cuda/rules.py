@@ -354,7 +354,7 @@ _NARROW = 128  # head dim: wider calls have other backward kernels, and their ke
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
-# Whether auto chooses the kernels with tiles of a bias in fp32, which nobody has timed beside those of triton.
+# Whether auto chooses the kernels with tiles of a bias in fp32. Nobody has timed them beside the kernels of triton.
 TAKES_FLOAT_TILES = False
 
 
