@@ -1,5 +1,6 @@
 // The operators of interval masks: how one is made, what kernels walk of it, and keys and values in its order.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "../sm90/mask/mask.h"
 #include "call.h"
 #include "common.h"
+#include "keys_in_order.h"
 #include "tile_lists.h"
 
 namespace flash_dmattn {
@@ -183,17 +185,16 @@ Tensor place_rows(const char* op, const Tensor& x, int64_t places, GatherKeysPar
   return placed;
 }
 
-// Allocates a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P). The order is (Bm, Hm, Lk or P).
-// B is the larger of Bb and Bm, and H the larger of Hb and Hm.
+// Allocates a bias per key, see keys_in_order, by place. There are so many keys. The order is (Bm, Hm, P).
 template <class Params>
-Tensor place_bias(const char* op, const Tensor& bias, const Tensor& order, int64_t places, Params& params) {
+Tensor place_bias(const char* op, const Tensor& bias, int64_t keys, const Tensor& order, Params& params) {
   CHECK_FOR(op, bias.dim() == 4, "bias has ", bias.dim(), " dims; it needs 4");
-  const int64_t batch = std::max(is_broadcast(bias, 0) ? 1 : bias.size(0), order.size(0));
+  const int64_t batch = std::max(is_broadcast(bias, 0) ? 1 : bias.size(0), order.size(0)), places = order.size(2);
   const int64_t bias_heads = is_broadcast(bias, 1) ? 1 : bias.size(1), heads = std::max(bias_heads, order.size(1));
   CHECK_FOR(op,
-            bias.size(3) >= places && heads % bias_heads == 0 && heads % order.size(1) == 0 &&
+            is_broadcast(bias, 2) && bias.size(3) == keys && heads % bias_heads == 0 && heads % order.size(1) == 0 &&
                 (is_broadcast(bias, 0) || bias.size(0) == batch) && (order.size(0) == 1 || order.size(0) == batch),
-            "bias has fewer keys than order, or their heads or entries do not divide each other");
+            "bias has not one value for each key, or its heads or entries and those of the order do not divide each other");
   CHECK_FOR(op, bias.get_device_index() == order.get_device_index(), "bias is on another device than order");
   Tensor placed = empty(bias, {batch, heads, 1, places}, ScalarType::Float);
   params.bias = bias_values(op, bias, heads);
@@ -203,46 +204,22 @@ Tensor place_bias(const char* op, const Tensor& bias, const Tensor& order, int64
   return placed;
 }
 
-// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous; and with a bias per key
-// that, see `place_bias`. An IntervalMask has order (Bm, Hm, P), with at most Lk places, and bounds (Bm, Hm,
-// 128 ceil(P / 128), 2). Hk is a multiple of Hm. Dead keys become zeros, but in a tile of dead keys alone, whose rows are
-// not initialised.
+// Returns k and v in an order, and a bias; see keys_in_order.
 std::vector<Tensor> gather_keys(Tensor k, Tensor v, std::optional<Tensor> bias, Tensor order, Tensor bounds) {
   constexpr const char* kName = "cuda_gather_keys";
   CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(k.dim() == 4 && order.dim() == 3, "k and order have ", k.dim(), " and ", order.dim(),
-                 " dims; they need 4 and 3");
-  check_array(kName, order, "order", {one_or(k.size(0)), divisor_of(k.size(2)), std::min(order.size(2), k.size(1))},
-              ScalarType::Int, k);
-  check_array(kName, bounds, "bounds", {order.size(0), order.size(1), ceil_div(order.size(2), kTile) * kTile, 2},
-              ScalarType::Int, k);
-  CHECK_ARGUMENT(v.dim() == 4, "v has ", v.dim(), " dims; it needs 4");
-  check_dims(kName, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   const CurrentDevice device(kName, k);
-  const int64_t places = order.size(2);
-  GatherKeysParams params{};
-  std::vector<Tensor> results{place_rows(kName, k, places, params.k), place_rows(kName, v, places, params.v)};
-  if (bias.has_value()) {
-    results.push_back(place_bias(kName, *bias, order, places, params));
-    params.bias_masks = mask_heads(order, params.bias_heads);
-  }
-  params.places.order = static_cast<const int32_t*>(order.const_data_ptr());
-  params.places.bounds = static_cast<const int2*>(bounds.const_data_ptr());
-  params.places.length = static_cast<int>(places);
-  params.places.tiles = static_cast<int>(bounds.size(2) / kTile);
-  params.places.heads = mask_heads(order, k.size(2));
-  params.rows = k.size(0) * places * k.size(2);
-  params.num_heads = static_cast<int>(k.size(2));
-  CHECK_ARGUMENT(params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");
-  if (params.rows > 0) check(launch_gather_keys(params, device.stream), kName, "launching the kernel of the keys");
+  const KeysInOrder made = keys_in_order(kName, k, v, bias, order, bounds, nullptr, device.stream);
+  std::vector<Tensor> results{made.k, made.v};
+  if (made.bias.has_value()) results.push_back(*made.bias);
   return results;
 }
 
 // Returns (start, stop, order, bounds, row_lists, col_lists), the IntervalMask of flash_dmattn/masks/prepared/storage.py.
 // The mask is bool (B, H, 1, Lk) of any strides, 0 included; the band is low <= j - i <= high. Without `reorder` the order
-// has no places. If num_counters is not 0, so many counters of 0 follow. If there are k and v, they follow in the order of
-// keys, and after them a bias per key, as `gather_keys` returns them.
-std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, int64_t num_counters,
+// has no places. With `for_call` kCounters of 0 follow. If there are k and v, they follow in the order of keys, and after
+// them a bias per key, as keys_in_order returns them.
+std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, bool for_call,
                              std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> bias) {
   constexpr const char* kName = "cuda_key_mask";
   CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
@@ -252,7 +229,6 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   CHECK_ARGUMENT(seqlen_k <= kMostMaskKeys, "mask has ", seqlen_k, " keys, more than ", kMostMaskKeys);
   CHECK_ARGUMENT(seqlen_q >= 0 && seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
                  " keys; together they may be 2^30 - 1");
-  CHECK_ARGUMENT(num_counters >= 0 && num_counters <= kMaxInt, "num_counters is ", num_counters, ", which is no number");
   CHECK_ARGUMENT(!k.has_value() || (reorder && v.has_value()), "k is gathered with v, in an order");
   CHECK_ARGUMENT(k.has_value() || (!v.has_value() && !bias.has_value()), "v and bias are gathered with k");
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
@@ -260,16 +236,20 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
                  " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
 
   const CurrentDevice device(kName, mask);
-  const auto numbers = [&](int64_t rows, int64_t columns) {
-    return empty(mask, {batch, num_heads, rows, columns}, ScalarType::Int);
-  };
-  const auto keys = [&](int64_t number) { return empty(mask, {batch, num_heads, number}, ScalarType::Int); };
-  std::vector<Tensor> results{keys(seqlen_k),
-                              keys(seqlen_k),
-                              keys(reorder ? seqlen_k : 0),
-                              numbers(tiles_k * kTile, 2),
-                              numbers(tiles_q, 2 + tiles_k),
-                              numbers(tiles_k, 2 + tiles_q)};
+  const Shape keys{batch, num_heads, seqlen_k}, order_keys{batch, num_heads, reorder ? seqlen_k : 0};
+  const std::array<Shape, 7> shapes{keys,
+                                    keys,
+                                    order_keys,
+                                    Shape{batch, num_heads, tiles_k * kTile, 2},
+                                    Shape{batch, num_heads, tiles_q, 2 + tiles_k},
+                                    Shape{batch, num_heads, tiles_k, 2 + tiles_q},
+                                    Shape{kCounters}};
+  std::vector<Tensor> results;
+  if (for_call) {  // nobody else sees these
+    results = empty_together(mask, shapes, ScalarType::Int);
+  } else {
+    for (size_t i = 0; i + 1 < shapes.size(); ++i) results.push_back(empty(mask, shapes[i], ScalarType::Int));
+  }
   const auto data = [&](int i) { return static_cast<int32_t*>(results[i].mutable_data_ptr()); };
   KeyMaskParams params{};
   params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());
@@ -284,10 +264,9 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   params.bounds = reinterpret_cast<int2*>(data(3));
   params.row_lists = data(4);
   params.col_lists = data(5);
-  if (num_counters > 0) {
-    results.push_back(empty(mask, {num_counters}, ScalarType::Int));
-    params.counters = static_cast<int32_t*>(results.back().mutable_data_ptr());
-    params.num_counters = static_cast<int>(num_counters);
+  if (for_call) {
+    params.counters = data(6);
+    params.num_counters = static_cast<int>(kCounters);
   }
   params.num_heads = static_cast<int>(num_heads);
   params.seqlen_q = static_cast<int>(seqlen_q);
@@ -309,7 +288,7 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
     results.push_back(place_rows(kName, *v, seqlen_k, params.v));
     params.batch = static_cast<int>(k->size(0));
     params.num_heads_k = static_cast<int>(k->size(2));
-    if (bias.has_value()) results.push_back(place_bias(kName, *bias, results[2], seqlen_k, params));
+    if (bias.has_value()) results.push_back(place_bias(kName, *bias, seqlen_k, results[2], params));
   }
   if (heads > 0) check(launch_key_mask(params, heads, device.stream), kName, "launching the kernel of the mask");
   return results;
@@ -327,6 +306,38 @@ void implement(Library& m) {
 
 }  // namespace
 
+KeysInOrder keys_in_order(const char* op, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+                          const Tensor& order, const Tensor& bounds, const Tensor* cleared, cudaStream_t stream) {
+  CHECK_FOR(op, k.dim() == 4 && v.dim() == 4 && order.dim() == 3, "k, v and order have ", k.dim(), ", ", v.dim(), " and ",
+            order.dim(), " dims; they need 4, 4 and 3");
+  check_array(op, order, "order", {one_or(k.size(0)), divisor_of(k.size(2)), std::min(order.size(2), k.size(1))},
+              ScalarType::Int, k);
+  check_array(op, bounds, "bounds", {order.size(0), order.size(1), ceil_div(order.size(2), kTile) * kTile, 2},
+              ScalarType::Int, k);
+  check_dims(op, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
+  const int64_t places = order.size(2);
+  GatherKeysParams params{};
+  KeysInOrder made{place_rows(op, k, places, params.k), place_rows(op, v, places, params.v), bias};
+  if (bias.has_value() && (bias->dim() != 4 || !is_broadcast(*bias, 3))) {
+    made.bias = place_bias(op, *bias, k.size(1), order, params);
+    params.bias_masks = mask_heads(order, params.bias_heads);
+  }
+  params.places.order = static_cast<const int32_t*>(order.const_data_ptr());
+  params.places.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.places.length = static_cast<int>(places);
+  params.places.tiles = static_cast<int>(bounds.size(2) / kTile);
+  params.places.heads = mask_heads(order, k.size(2));
+  params.rows = k.size(0) * places * k.size(2);
+  params.num_heads = static_cast<int>(k.size(2));
+  if (cleared != nullptr) {
+    params.cleared = static_cast<int32_t*>(cleared->mutable_data_ptr());
+    params.num_cleared = cleared->numel();
+  }
+  CHECK_FOR(op, params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");
+  if (params.rows > 0) check(launch_gather_keys(params, stream), op, "launching the kernel of the keys");
+  return made;
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_topk_intervals(Tensor keys, int k, int seqlen_q, int local) -> Tensor[]");
   m.def("cuda_key_order(Tensor start, Tensor stop, int seqlen_q) -> Tensor");
@@ -334,7 +345,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def("cuda_interval_bits(Tensor bounds, int seqlen_q) -> Tensor");
   m.def("cuda_gather_keys(Tensor k, Tensor v, Tensor? bias, Tensor order, Tensor bounds) -> Tensor[]");
   m.def(
-      "cuda_key_mask(Tensor mask, int seqlen_q, int low, int high, bool reorder, int num_counters, Tensor? k, Tensor? v, "
+      "cuda_key_mask(Tensor mask, int seqlen_q, int low, int high, bool reorder, bool for_call, Tensor? k, Tensor? v, "
       "Tensor? bias) -> Tensor[]");
 }
 

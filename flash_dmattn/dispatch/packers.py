@@ -30,9 +30,6 @@ from .registry import works
 
 # The largest number of keys of a mask with one row that one block can count: `kMostMaskKeys` of csrc.
 MOST_KEYS = 2**18
-# A forward pass has up to 16 counters for each work tile that several blocks compute; the GPU has more SMs than such
-# tiles.
-COUNTERS = 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
@@ -119,10 +116,10 @@ def around_extension(operators: Any) -> Packer:
             return rest.row_intervals(mask, seqlen_q, band, reorder)
         low, high = band or (-seqlen_q, seqlen_k)
         if k is None or v is None:
-            return key_mask(mask, seqlen_q, low, high, reorder, 0, None, None, None), ()
+            return key_mask(mask, seqlen_q, low, high, reorder, False, None, None, None), ()
         if not reorder or (k.data_ptr() | v.data_ptr()) % 16:
             k = v = bias = None
-        made = key_mask(mask, seqlen_q, low, high, reorder, COUNTERS, k, v, bias)
+        made = key_mask(mask, seqlen_q, low, high, reorder, True, k, v, bias)
         return made[:6], made[6:]
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:

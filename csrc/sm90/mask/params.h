@@ -101,6 +101,8 @@ struct GatherKeysParams {
   float* placed_bias;  // (bias_batch, bias_heads, length), contiguous
   int bias_batch, bias_heads;
   MaskHeads bias_masks;
+  int32_t* cleared;  // set to 0; of floats, too, since 0 has no other bits
+  int64_t num_cleared;
 };
 
 // Packs a bool mask with one row for all queries as an interval mask, and gathers what a call reads in its order.
