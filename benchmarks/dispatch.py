@@ -45,7 +45,10 @@ Call = Callable[..., torch.Tensor]
 def best_us(
     functions: Sequence[Callable[[], object]], rounds: int, calls: int, seconds: float = float("inf")
 ) -> list[float]:
-    """Return the least time of one call of each function, in microseconds, over alternating rounds, for some seconds."""
+    """Return the least time of one call of each function, in microseconds, over alternating rounds.
+
+    No round begins after so many seconds.
+    """
     best = [float("inf")] * len(functions)
     end = time.perf_counter() + seconds
     for number in range(rounds):
@@ -213,20 +216,19 @@ def forms(device: torch.device, length: int) -> dict[str, Form]:
     def whole(*inputs: Any, **others: Any) -> torch.Tensor:
         return cast(torch.Tensor, flash_dmattn.attention(*inputs, **others))
 
+    def biased(mask: Any) -> Call:
+        return lambda q, k, v, bias: causal(q, k, v, mask, bias)
+
     with_bias, tokens = (q, k, v, per_key), (q[0], k[0], v[0])
     return {
         "plain": Form((q, k, v), causal, "plain"),
-        "bias per key": Form(with_bias, lambda q, k, v, bias: causal(q, k, v, bias=bias), "bias per key"),
-        "bias per score": Form(
-            (q, k, v, draw(1, 2, length, length)), lambda q, k, v, bias: causal(q, k, v, bias=bias), "bias per key"
-        ),
+        "bias per key": Form(with_bias, biased(None), "bias per key"),
+        "bias per score": Form((q, k, v, draw(1, 2, length, length)), biased(None), "bias per key"),
         "mask of keys": Form((q, k, v), lambda *x: causal(*x, kept), "plain"),
-        "mask of keys, bias per key": Form(with_bias, lambda q, k, v, bias: causal(q, k, v, kept, bias), "bias per key"),
+        "mask of keys, bias per key": Form(with_bias, biased(kept), "bias per key"),
         "mask of pairs": Form((q, k, v), lambda *x: causal(*x, pairs), "plain"),
         "prepared keys": Form((q, k, v), lambda *x: causal(*x, prepared["keys"]), "plain"),
-        "prepared keys, bias per key": Form(
-            with_bias, lambda q, k, v, bias: causal(q, k, v, prepared["keys"], bias), "bias per key"
-        ),
+        "prepared keys, bias per key": Form(with_bias, biased(prepared["keys"]), "bias per key"),
         "prepared pairs": Form((q, k, v), lambda *x: causal(*x, prepared["pairs"]), "plain"),
         "lists of keys": Form((q, k, v), lambda *x: causal(*x, listed[1]), "plain"),
         "lists of blocks": Form((q, k, v), lambda *x: causal(*x, listed[block]), "plain"),
@@ -265,12 +267,13 @@ def trace(function: Callable[[], object], count: Callable[[], int] | None) -> Tr
 
 
 def leave_kernels_out(path: Path) -> Callable[[], int]:
-    """Have the backend cuda run an emulated extension on CPU tensors, without its kernels; return the count of launches."""
+    """Have the backend cuda run an emulated extension without its kernels; return a function that counts launches."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     emulated: Any = importlib.import_module("emulated_cuda")
     emulated.admit_cpu(path)
     emulated.configure(num_sms=132)
-    names = ("pack_tiles", "row_intervals", "interval_tiles", "topk_intervals", "key_order")  # the others are Triton's
+    # The others are Triton's.
+    names = ("pack_tiles", "row_intervals", "tiles_of_lists", "interval_tiles", "topk_intervals", "key_order")
     made = packers.around_extension(torch.ops.flash_dmattn)
     packer = operators.PYTORCH._replace(**{name: getattr(made, name) for name in names})
     operators.register(lambda tensor: packer)
@@ -284,7 +287,9 @@ def leave_kernels_out(path: Path) -> Callable[[], int]:
 
 def run_forms(options: argparse.Namespace, device: torch.device) -> int:
     count = None if options.emulated is None else leave_kernels_out(options.emulated)
-    print(f"microseconds of the host, forward and step, backend {options.backend!r}, on {device.type}; x: times plain\n")
+    print(
+        f"microseconds of the host, forward and step, backend {options.backend!r}, on {device.type}; x: times plain\n"
+    )
     names = ("form", "length", "forward", "step", "x", "x", "launches", "operations", "GPU forward", "GPU step")
     print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
     with flash_dmattn.config(backend=options.backend):
@@ -331,7 +336,9 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--rounds", type=int, default=1000)
     command.add_argument("--calls", type=int, default=10, help="calls in one round")
     command.add_argument("--kinds", action="store_true", help="kinds of calls, with masks and sequences, beside SDPA")
-    command.add_argument("--forms", action="store_true", help="a table of every form of mask, bias, sequences and lists")
+    command.add_argument(
+        "--forms", action="store_true", help="a table of every form of mask, bias, sequences and lists"
+    )
     command.add_argument("--lengths", default=LENGTHS, help="of --forms, separated by commas")
     command.add_argument("--emulated", type=Path, help="of --forms: an emulated extension, whose kernels are left out")
     command.add_argument("--backend", default="auto", help="of --kinds and --forms")

@@ -219,6 +219,14 @@ CALLS: dict[str, Callable[[], Call]] = {
             "bounds": integers(BATCH, HEADS_K, 256, 2),
         },
     ),
+    "tiles of lists": lambda: Call(
+        "cuda_listed_tiles",
+        {
+            "keys": integers(BATCH, HEADS_K, 2, 1),
+            **{"block_q": 128, "block_k": 128, "seqlen_q": QUERIES, "seqlen_k": KEYS, "low": -QUERIES, "high": 0},
+        },
+        (("keys", 0), ("keys", 1), ("keys", 3)),
+    ),
     "mask of keys": lambda: Call(
         "cuda_key_mask",
         {

@@ -215,27 +215,23 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, std::optional<Tensor> bias, 
   return results;
 }
 
-// Returns (start, stop, order, bounds, row_lists, col_lists), the IntervalMask of flash_dmattn/masks/prepared/storage.py.
-// The mask is bool (B, H, 1, Lk) of any strides, 0 included; the band is low <= j - i <= high. Without `reorder` the order
-// has no places. With `for_call` kCounters of 0 follow. If there are k and v, they follow in the order of keys, and after
-// them a bias per key, as keys_in_order returns them.
-std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, bool for_call,
-                             std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> bias) {
-  constexpr const char* kName = "cuda_key_mask";
-  CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
-  CHECK_ARGUMENT(mask.scalar_type() == ScalarType::Bool, "mask is not bool");
-  CHECK_ARGUMENT(mask.dim() == 4 && mask.size(2) == 1, "mask needs to be (B, H, 1, Lk)");
-  const int64_t batch = mask.size(0), num_heads = mask.size(1), seqlen_k = mask.size(3), heads = batch * num_heads;
-  CHECK_ARGUMENT(seqlen_k <= kMostMaskKeys, "mask has ", seqlen_k, " keys, more than ", kMostMaskKeys);
-  CHECK_ARGUMENT(seqlen_q >= 0 && seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q, " queries and ", seqlen_k,
-                 " keys; together they may be 2^30 - 1");
-  CHECK_ARGUMENT(!k.has_value() || (reorder && v.has_value()), "k is gathered with v, in an order");
-  CHECK_ARGUMENT(k.has_value() || (!v.has_value() && !bias.has_value()), "v and bias are gathered with k");
-  const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);
-  CHECK_ARGUMENT(heads <= kMaxInt && heads * (tiles_q + tiles_k) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q,
-                 " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
+// The tensors (start, stop, order, bounds, row_lists, col_lists) of the IntervalMask of
+// flash_dmattn/masks/prepared/storage.py, where the kernel of masks of keys writes them. Without `reorder` the order has
+// no places. With `for_call` kCounters of 0 follow.
+struct KeyMask {
+  std::vector<Tensor> tensors{};
+  KeyMaskParams params{};
+};
 
-  const CurrentDevice device(kName, mask);
+// `like` is on their device; batch and num_heads are of the mask; the band is low <= j - i <= high.
+KeyMask allocate_key_mask(const char* op, const Tensor& like, int64_t batch, int64_t num_heads, int64_t seqlen_q,
+                          int64_t seqlen_k, int64_t low, int64_t high, bool reorder, bool for_call) {
+  CHECK_FOR(op, seqlen_k <= kMostMaskKeys, "mask has ", seqlen_k, " keys, more than ", kMostMaskKeys);
+  CHECK_FOR(op, seqlen_q >= 0 && seqlen_k >= 0 && seqlen_q + seqlen_k <= kMaxInt / 2, "there are ", seqlen_q,
+            " queries and ", seqlen_k, " keys; together they may be 2^30 - 1");
+  const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile), heads = batch * num_heads;
+  CHECK_FOR(op, heads <= kMaxInt && heads * (tiles_q + tiles_k) <= kMaxInt, "mask of ", heads, " heads by ", seqlen_q,
+            " by ", seqlen_k, " needs more than 2^31 - 1 blocks");
   const Shape keys{batch, num_heads, seqlen_k}, order_keys{batch, num_heads, reorder ? seqlen_k : 0};
   const std::array<Shape, 7> shapes{keys,
                                     keys,
@@ -244,20 +240,15 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
                                     Shape{batch, num_heads, tiles_q, 2 + tiles_k},
                                     Shape{batch, num_heads, tiles_k, 2 + tiles_q},
                                     Shape{kCounters}};
-  std::vector<Tensor> results;
+  KeyMask made{};
   if (for_call) {  // nobody else sees these
-    results = empty_together(mask, shapes, ScalarType::Int);
+    made.tensors = empty_together(like, shapes, ScalarType::Int);
   } else {
-    for (size_t i = 0; i + 1 < shapes.size(); ++i) results.push_back(empty(mask, shapes[i], ScalarType::Int));
+    for (size_t i = 0; i + 1 < shapes.size(); ++i) made.tensors.push_back(empty(like, shapes[i], ScalarType::Int));
   }
-  const auto data = [&](int i) { return static_cast<int32_t*>(results[i].mutable_data_ptr()); };
-  KeyMaskParams params{};
-  params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());
-  params.stride_b = mask.stride(0);
-  params.stride_h = mask.stride(1);
-  params.stride_k = mask.stride(3);
+  const auto data = [&](int i) { return static_cast<int32_t*>(made.tensors[i].mutable_data_ptr()); };
+  KeyMaskParams& params = made.params;
   params.has_batch = batch > 1;
-  params.is_wide = rows_are_aligned(mask);
   params.start = data(0);
   params.stop = data(1);
   params.order = reorder ? data(2) : nullptr;
@@ -279,6 +270,28 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   const bool is_seen = seqlen_q > 0 && params.low <= params.high;
   params.first_seen = std::max(params.low, 0);
   params.end_of_seen = is_seen ? static_cast<int>(std::min(seqlen_k, seqlen_q + params.high)) : 0;
+  return made;
+}
+
+// Returns the tensors of KeyMask. The mask is bool (B, H, 1, Lk) of any strides, 0 included. If there are k and v, they
+// follow in the order of keys, and after them a bias per key, as keys_in_order returns them.
+std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t high, bool reorder, bool for_call,
+                             std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> bias) {
+  constexpr const char* kName = "cuda_key_mask";
+  CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(mask.scalar_type() == ScalarType::Bool, "mask is not bool");
+  CHECK_ARGUMENT(mask.dim() == 4 && mask.size(2) == 1, "mask needs to be (B, H, 1, Lk)");
+  CHECK_ARGUMENT(!k.has_value() || (reorder && v.has_value()), "k is gathered with v, in an order");
+  CHECK_ARGUMENT(k.has_value() || (!v.has_value() && !bias.has_value()), "v and bias are gathered with k");
+  const int64_t heads = mask.size(0) * mask.size(1), seqlen_k = mask.size(3);
+  const CurrentDevice device(kName, mask);
+  auto [results, params] =
+      allocate_key_mask(kName, mask, mask.size(0), mask.size(1), seqlen_q, seqlen_k, low, high, reorder, for_call);
+  params.mask = static_cast<const uint8_t*>(mask.const_data_ptr());
+  params.stride_b = mask.stride(0);
+  params.stride_h = mask.stride(1);
+  params.stride_k = mask.stride(3);
+  params.is_wide = rows_are_aligned(mask);
   if (k.has_value()) {
     CHECK_ARGUMENT(k->dim() == 4 && v->dim() == 4, "k and v have ", k->dim(), " and ", v->dim(), " dims; they need 4");
     check_dims(kName, *v, "v", {k->size(0), k->size(1), k->size(2), v->size(3)}, mask);
@@ -294,6 +307,31 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   return results;
 }
 
+// Returns the tensors of KeyMask for one call, of a mask of all keys in the band, whose tiles are those of the blocks in
+// `keys`, the lists int32 (B, H, lists, entries) of a ListMask, contiguous. Bounds do not know of the lists. Both sizes of
+// a block are multiples of a tile.
+std::vector<Tensor> listed_tiles(Tensor keys, int64_t block_q, int64_t block_k, int64_t seqlen_q, int64_t seqlen_k,
+                                 int64_t low, int64_t high) {
+  constexpr const char* kName = "cuda_listed_tiles";
+  CHECK_ARGUMENT(keys.is_cuda(), "keys is not on a CUDA device; the kernel is written for sm_90a");
+  CHECK_ARGUMENT(keys.dim() == 4, "keys has ", keys.dim(), " dims; it needs 4: (B, H, lists, entries)");
+  CHECK_ARGUMENT(block_q > 0 && block_k > 0 && block_q % kTile == 0 && block_k % kTile == 0, "blocks are ", block_q,
+                 " by ", block_k, "; they need multiples of ", kTile);
+  check_array(kName, keys, "keys", {keys.size(0), keys.size(1), ceil_div(seqlen_q, block_q), keys.size(3)},
+              ScalarType::Int, keys);
+  const int64_t heads = keys.size(0) * keys.size(1);
+  const CurrentDevice device(kName, keys);
+  auto [results, params] =
+      allocate_key_mask(kName, keys, keys.size(0), keys.size(1), seqlen_q, seqlen_k, low, high, false, true);
+  params.blocks_listed = static_cast<const int32_t*>(keys.const_data_ptr());
+  params.num_lists = static_cast<int>(keys.size(2));
+  params.list_size = static_cast<int>(keys.size(3));
+  params.block_tiles_q = static_cast<int>(std::min<int64_t>(block_q / kTile, kMaxInt));
+  params.block_tiles_k = static_cast<int>(std::min<int64_t>(block_k / kTile, kMaxInt));
+  if (heads > 0) check(launch_key_mask(params, heads, device.stream), kName, "launching the kernel of the lists");
+  return results;
+}
+
 template <class Library>
 void implement(Library& m) {
   m.impl("cuda_topk_intervals", TORCH_BOX(&topk_intervals));
@@ -302,6 +340,7 @@ void implement(Library& m) {
   m.impl("cuda_interval_bits", TORCH_BOX(&interval_bits));
   m.impl("cuda_gather_keys", TORCH_BOX(&gather_keys));
   m.impl("cuda_key_mask", TORCH_BOX(&key_mask));
+  m.impl("cuda_listed_tiles", TORCH_BOX(&listed_tiles));
 }
 
 }  // namespace
@@ -347,6 +386,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_key_mask(Tensor mask, int seqlen_q, int low, int high, bool reorder, bool for_call, Tensor? k, Tensor? v, "
       "Tensor? bias) -> Tensor[]");
+  m.def(
+      "cuda_listed_tiles(Tensor keys, int block_q, int block_k, int seqlen_q, int seqlen_k, int low, int high) -> "
+      "Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }

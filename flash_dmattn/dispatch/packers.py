@@ -91,7 +91,7 @@ def around_extension(operators: Any) -> Packer:
     """Return a packer with the operators of the extension, and Triton or PyTorch for the other functions."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
-    key_mask = operators.cuda_key_mask.default
+    key_mask, listed_tiles = operators.cuda_key_mask.default, operators.cuda_listed_tiles.default
     rest = _triton_packer() or operators.PYTORCH
 
     def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
@@ -122,6 +122,15 @@ def around_extension(operators: Any) -> Packer:
         made = key_mask(mask, seqlen_q, low, high, reorder, True, k, v, bias)
         return made[:6], made[6:]
 
+    def tiles_of_lists(
+        keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        seqlen_q, seqlen_k = lengths
+        if seqlen_k > MOST_KEYS:
+            return rest.tiles_of_lists(keys, block_size, lengths, band)
+        made = listed_tiles(keys, *block_size, seqlen_q, seqlen_k, *(band or (-seqlen_q, seqlen_k)))
+        return made[:6], made[6:]
+
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
         if keys.dtype != torch.int32:  # int64 for scores in fp64
             return rest.topk_intervals(keys, k, seqlen_q, local)
@@ -136,6 +145,7 @@ def around_extension(operators: Any) -> Packer:
     return rest._replace(
         pack_tiles=pack_tiles,
         row_intervals=row_intervals,
+        tiles_of_lists=tiles_of_lists,
         interval_tiles=list_intervals,
         topk_intervals=find_topk,
         key_order=key_order,
