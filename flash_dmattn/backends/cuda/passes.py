@@ -164,13 +164,13 @@ class _Reordered:
         for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
             if by_key is None or by_place is None:
                 continue
-            index = order
+            by_key.zero_()
             if by_key.dim() == 4:
-                index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
-                by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
+                index = order.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
+                by_key.scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = repeat_heads(index, by_key.shape[1])
-                by_key.zero_().scatter_(2, index.expand_as(by_place), by_place)
+                index = repeat_heads(order, by_key.shape[1])
+                by_key.scatter_(2, index.expand_as(by_place), by_place)
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
