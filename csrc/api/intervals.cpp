@@ -171,17 +171,27 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   return bits;
 }
 
-// Says where rows of k or v (B, Lk, Hk, D) lie, which TMA can read, and allocates them by place.
-Tensor place_rows(const char* op, const Tensor& x, int64_t places, GatherKeysParams::Tensor& rows) {
-  CHECK_FOR(op, x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
-            "k and v need rows of 16-bit values, whole pieces of 16 bytes");
-  Tensor placed = empty(x, {x.size(0), places, x.size(2), x.size(3)}, x.scalar_type());
-  rows.from = x.const_data_ptr();
-  rows.to = placed.mutable_data_ptr();
-  rows.stride_b = x.stride(0) * 2;
-  rows.stride_l = x.stride(1) * 2;
-  rows.stride_h = x.stride(2) * 2;
-  rows.chunks = static_cast<int>(x.size(3) / 8);
+// Says where rows of k and v (B, Lk, Hk, D) lie, which TMA can read, and allocates them by place.
+std::vector<Tensor> place_rows(const char* op, const Tensor& k, const Tensor& v, int64_t places,
+                               GatherKeysParams::Tensor& k_rows, GatherKeysParams::Tensor& v_rows) {
+  CHECK_FOR(op, k.dim() == 4 && v.dim() == 4, "k and v have ", k.dim(), " and ", v.dim(), " dims; they need 4");
+  check_dims(op, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
+  CHECK_FOR(op, v.scalar_type() == k.scalar_type(), "v needs the dtype of k");
+  const std::array<Shape, 2> shapes{Shape{k.size(0), places, k.size(2), k.size(3)},
+                                    Shape{k.size(0), places, k.size(2), v.size(3)}};
+  std::vector<Tensor> placed = empty_together(k, shapes, k.scalar_type());
+  const auto describe = [&](const Tensor& x, const Tensor& to, GatherKeysParams::Tensor& rows) {
+    CHECK_FOR(op, x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
+              "k and v need rows of 16-bit values, whole pieces of 16 bytes");
+    rows.from = x.const_data_ptr();
+    rows.to = to.mutable_data_ptr();
+    rows.stride_b = x.stride(0) * 2;
+    rows.stride_l = x.stride(1) * 2;
+    rows.stride_h = x.stride(2) * 2;
+    rows.chunks = static_cast<int>(x.size(3) / 8);
+  };
+  describe(k, placed[0], k_rows);
+  describe(v, placed[1], v_rows);
   return placed;
 }
 
@@ -293,12 +303,9 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   params.stride_k = mask.stride(3);
   params.is_wide = rows_are_aligned(mask);
   if (k.has_value()) {
-    CHECK_ARGUMENT(k->dim() == 4 && v->dim() == 4, "k and v have ", k->dim(), " and ", v->dim(), " dims; they need 4");
-    check_dims(kName, *v, "v", {k->size(0), k->size(1), k->size(2), v->size(3)}, mask);
+    for (Tensor& placed : place_rows(kName, *k, *v, seqlen_k, params.k, params.v)) results.push_back(std::move(placed));
     check_dims(kName, mask, "mask", {one_or(k->size(0)), divisor_of(k->size(2)), 1, k->size(1)}, *k);
     CHECK_ARGUMENT(k->size(0) * seqlen_k * k->size(2) <= kMaxInt, "k has more than 2^31 - 1 rows");
-    results.push_back(place_rows(kName, *k, seqlen_k, params.k));
-    results.push_back(place_rows(kName, *v, seqlen_k, params.v));
     params.batch = static_cast<int>(k->size(0));
     params.num_heads_k = static_cast<int>(k->size(2));
     if (bias.has_value()) results.push_back(place_bias(kName, *bias, seqlen_k, results[2], params));
@@ -347,16 +354,16 @@ void implement(Library& m) {
 
 KeysInOrder keys_in_order(const char* op, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
                           const Tensor& order, const Tensor& bounds, const Tensor* cleared, cudaStream_t stream) {
-  CHECK_FOR(op, k.dim() == 4 && v.dim() == 4 && order.dim() == 3, "k, v and order have ", k.dim(), ", ", v.dim(), " and ",
-            order.dim(), " dims; they need 4, 4 and 3");
+  CHECK_FOR(op, k.dim() == 4 && order.dim() == 3, "k and order have ", k.dim(), " and ", order.dim(),
+            " dims; they need 4 and 3");
   check_array(op, order, "order", {one_or(k.size(0)), divisor_of(k.size(2)), std::min(order.size(2), k.size(1))},
               ScalarType::Int, k);
   check_array(op, bounds, "bounds", {order.size(0), order.size(1), ceil_div(order.size(2), kTile) * kTile, 2},
               ScalarType::Int, k);
-  check_dims(op, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   const int64_t places = order.size(2);
   GatherKeysParams params{};
-  KeysInOrder made{place_rows(op, k, places, params.k), place_rows(op, v, places, params.v), bias};
+  const std::vector<Tensor> placed = place_rows(op, k, v, places, params.k, params.v);
+  KeysInOrder made{placed[0], placed[1], bias};
   if (bias.has_value() && (bias->dim() != 4 || !is_broadcast(*bias, 3))) {
     made.bias = place_bias(op, *bias, k.size(1), order, params);
     params.bias_masks = mask_heads(order, params.bias_heads);
