@@ -5,6 +5,7 @@
 | masks with a row for each query | CUDA extension | Triton | PyTorch |
 | masks with one row for up to 15 queries, or for sequences | Triton | Triton | PyTorch |
 | other masks with one row | CUDA extension; Triton above 2^18 keys | Triton | PyTorch |
+| tiles of lists of blocks | CUDA extension; PyTorch above 2^18 keys | PyTorch | PyTorch |
 | caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
