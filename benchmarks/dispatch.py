@@ -7,9 +7,10 @@ short, so that some of them find a busy machine idle.
 gradients, and a step, which is forward and backward. SDPA and an `autograd.Function` that does nothing stand beside
 them; the latter is the floor of a step in Python.
 
-`--forms` prints a table of every form of mask, bias, sequences and lists at some lengths, each beside the plain call of
-its shape: time of the host, launches, operations of torch (allocations, views, kernels), and time of the GPU. Without a
-GPU, `--emulated` names an extension that `tests/emulation/build.py` has built: its kernels are counted and left out.
+`--forms` prints a table of every form of mask, bias, sequences and lists at some lengths. It has time of the host,
+launches, operations of torch (allocations, views, kernels), and time of the GPU. Times of the host stand beside those
+of the plain call of its shape. Without a GPU, `--emulated` names an extension that `tests/emulation/build.py` has
+built. Its kernels are counted and left out.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def forms(device: torch.device, length: int) -> dict[str, Form]:
     def causal(*inputs: Any, **others: Any) -> torch.Tensor:
         return cast(torch.Tensor, flash_dmattn.attention(*inputs, is_causal=True, **others))
 
-    def whole(*inputs: Any, **others: Any) -> torch.Tensor:
+    def unlimited(*inputs: Any, **others: Any) -> torch.Tensor:
         return cast(torch.Tensor, flash_dmattn.attention(*inputs, **others))
 
     def biased(mask: Any) -> Call:
@@ -234,14 +235,14 @@ def forms(device: torch.device, length: int) -> dict[str, Form]:
         "lists of blocks": Form((q, k, v), lambda *x: causal(*x, listed[block]), "plain"),
         "packed": Form(tokens, lambda *x: causal(*x, sequences=packed), "plain"),
         "packed, made anew": Form(tokens, lambda *x: causal(*x, sequences=make_packed()), "plain"),
-        f"{ENTRIES} entries": Form(entries, whole, f"{ENTRIES} entries"),
-        "padding": Form(entries, lambda *x: whole(*x, padding), f"{ENTRIES} entries"),
-        "padded sequences": Form(entries, lambda *x: whole(*x, sequences=padded), f"{ENTRIES} entries"),
+        f"{ENTRIES} entries": Form(entries, unlimited, f"{ENTRIES} entries"),
+        "padding": Form(entries, lambda *x: unlimited(*x, padding), f"{ENTRIES} entries"),
+        "padded sequences": Form(entries, lambda *x: unlimited(*x, sequences=padded), f"{ENTRIES} entries"),
     }
 
 
 class Trace(NamedTuple):
-    """What a call does: launches, operations of torch that no other one asks for, and microseconds of the GPU."""
+    """Counts of a call: launches, operations of torch that no other one asks for, and microseconds of the GPU."""
 
     launches: int
     operations: int

@@ -178,8 +178,8 @@ def test_two_launches_give_the_bits_of_a_prepared_mask(
     assert all(torch.equal(x, y) for x, y in zip(made, watched, strict=True))
 
 
-# Launches of a forward pass and of a step; and in an order of keys. Operations of torch: results, gradients, and for a bias
-# per key sums and their view.
+# Launches of a forward pass and of a step; the same in an order of keys; operations of torch. The latter allocate
+# results, gradients, and sums of a bias per key, and view the sums.
 COUNTS = {
     "plain": ((1, 4), (1, 4), (2, 5)),
     "bias per key": ((1, 4), (1, 4), (2, 7)),
@@ -194,7 +194,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("in_order", (False, True))
 def test_how_often_a_call_asks_torch_and_the_gpu(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask of keys costs a call one launch; in an order of keys each pass has one more, but for a bool mask's first."""
+    """The mask is one launch. In an order of keys each pass has one launch; for a bool mask that is the same."""
     if DEVICE == "cuda" or not BACKENDS["cuda"].probe().usable:
         pytest.skip("no emulated extension is here, which counts launches")
     monkeypatch.setattr(operators, "ORDER_FROM", 1 if in_order else 2**30)

@@ -171,13 +171,14 @@ namespace {
 
 // Writes the gradients that are present, all contiguous but for one dbias, see below. mask: {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
-// no mask. key_order: of an IntervalMask, if the call follows it. Keys are in the caller's order in all tensors. With
-// `in_order` k, v and a bias per key are in the order of the mask already, and dbias_sums starts as zeros. dbias: of a
-// bias per query and key, in its dtype; written whole. It may have fewer heads or batch entries. Where the main kernel
-// stores it, it may lie in a larger tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys.
-// A bias by distance has a contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in
-// fp32. delta: (B, Hq, Lq), for gradients that the caller computes. Alone it takes the kernel of the rows and no other.
-// num_dbias_chunks: how many chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
+// no mask.
+// Calls that follow an IntervalMask have its key_order. Keys are in the caller's order in all tensors. With `in_order` k, v
+// and a bias per key are in the order of the mask already, and dbias_sums starts as zeros.
+// A bias per query and key has dbias, in its dtype; written whole. It may have fewer heads or batch entries. Where the main
+// kernel stores it, it may lie in a larger tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8
+// keys. A bias by distance has a contiguous dbias in the shape of its values. A bias per key has dbias_sums, (B, Hq, Lk), in
+// fp32. The caller computes gradients from delta, (B, Hq, Lq). Alone it takes the kernel of the rows and no other. The heads
+// that the shared_dbias kernel sums are shared by num_dbias_chunks; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,

@@ -327,9 +327,9 @@ void forward(const ForwardArguments& call) {
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
 // group_shift: 2^group_shift heads of a group are rows of one tile, so that their keys are read once.
-// key_order: of an IntervalMask, if the call follows it. k, v and a bias per key are in the caller's order.
-// fresh: what cuda_key_mask makes for this call behind the tensors of the mask, or nothing: counters of 0, which the call
-// uses up if it needs no more of them; and k, v and a bias per key in the order of keys.
+// Calls that follow an IntervalMask have its key_order. k, v and a bias per key are in the caller's order.
+// The packer of a mask may have made `fresh` for this call. First it has counters of 0, which the call uses up if it needs
+// no more of them. k, v and a bias per key in the order of keys may follow.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,

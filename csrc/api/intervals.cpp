@@ -314,9 +314,9 @@ std::vector<Tensor> key_mask(Tensor mask, int64_t seqlen_q, int64_t low, int64_t
   return results;
 }
 
-// Returns the tensors of KeyMask for one call, of a mask of all keys in the band, whose tiles are those of the blocks in
-// `keys`, the lists int32 (B, H, lists, entries) of a ListMask, contiguous. Bounds do not know of the lists. Both sizes of
-// a block are multiples of a tile.
+// Returns the tensors of KeyMask, for one call. The mask has all keys in the band, and its lists have only tiles of listed
+// blocks. keys is int32 (B, H, lists, entries), contiguous, of a ListMask. Both sizes of a block are multiples of a tile.
+// Bounds are of the band alone.
 std::vector<Tensor> listed_tiles(Tensor keys, int64_t block_q, int64_t block_k, int64_t seqlen_q, int64_t seqlen_k,
                                  int64_t low, int64_t high) {
   constexpr const char* kName = "cuda_listed_tiles";

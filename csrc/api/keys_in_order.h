@@ -19,9 +19,9 @@ struct KeysInOrder {
   std::optional<torch::stable::Tensor> bias;
 };
 
-// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous; and a bias. If that has
-// one value per key, (Bb, Hb, 1, Lk) of any strides, it is by place, too: fp32 (B, H, 1, P), where B and H are the larger
-// ones of the bias and of the order. An IntervalMask has order (Bm, Hm, P), with at most Lk places, and bounds (Bm, Hm,
+// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous; and a bias. A bias with
+// one value per key, (Bb, Hb, 1, Lk) of any strides, becomes fp32 (B, H, 1, P). B and H are the larger ones of the bias and
+// of the order. Any other bias stays as it is. An IntervalMask has order (Bm, Hm, P), with at most Lk places, and bounds (Bm, Hm,
 // 128 ceil(P / 128), 2). Hk is a multiple of Hm. Dead keys become zeros, but in a tile of dead keys alone, whose rows are
 // not initialised. `cleared` is an array of 32-bit numbers that become 0, or null.
 KeysInOrder keys_in_order(const char* op, const torch::stable::Tensor& k, const torch::stable::Tensor& v,

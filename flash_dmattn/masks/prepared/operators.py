@@ -74,8 +74,8 @@ class Packer(NamedTuple):
     lists of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` from a mask with one row. It may
     also make `MaskView.fresh`, if it gets k, v, and a bias with one value per key or None.
 
-    `tiles_of_lists` makes all tensors of an `IntervalMask`, and perhaps `MaskView.fresh`, from the keys of a `ListMask`
-    whose blocks are whole tiles, its block size, (Lq, Lk) and the band. Only the listed tiles are in its tile lists.
+    `tiles_of_lists` makes all tensors of an `IntervalMask`, and perhaps `MaskView.fresh`. Its arguments are the keys of
+    a `ListMask` whose blocks are whole tiles, the block size, (Lq, Lk) and the band. Tile lists have only listed tiles.
     Bounds and intervals describe only the band, not the lists. Kernels that walk tile lists compute the right result,
     because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
 
