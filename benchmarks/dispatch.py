@@ -8,8 +8,8 @@ gradients, and a step, which is forward and backward. SDPA and an `autograd.Func
 them; the latter is the floor of a step in Python.
 
 `--forms` prints a table of every form of mask, bias, sequences and lists at some lengths. It has time of the host,
-launches, operations of torch (allocations, views, kernels), and time of the GPU. Times of the host stand beside those
-of the plain call of its shape. Without a GPU, `--emulated` names an extension that `tests/emulation/build.py` has
+launches, operations of torch (allocations, views, kernels), and time of the GPU, and compares the host with that of the
+plain call of its shape. Without a GPU, `--emulated` names an extension that `tests/emulation/build.py` has
 built. Its kernels are counted and left out.
 """
 

@@ -75,7 +75,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
-    distances, shift, has_keys = _distances(p), group_shift(p), p.bias_class == "key"
+    numbers, has_keys = (one_mask_row, *_distances(p), group_shift(p)), p.bias_class == "key"
     attend, is_invariant = kernels().attend, p.flags.invariant
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -93,8 +93,8 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         splits = 1 if is_invariant else NUM_KV_SPLITS
-        numbers = (low, high, scale, softcap, splits, dropout, dropout_p, one_mask_row, *distances, shift)
-        attend(q, k, v, walked, bias, sink, out, lse, *numbers, order, mask.fresh)
+        tensors = (q, k, v, walked, bias, sink, out, lse)
+        attend(*tensors, low, high, scale, softcap, splits, dropout, dropout_p, *numbers, order, mask.fresh)
 
     return run
 
