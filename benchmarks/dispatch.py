@@ -7,9 +7,9 @@ short, so that some of them find a busy machine idle.
 gradients, and a step, which is forward and backward. SDPA and an `autograd.Function` that does nothing stand beside
 them; the latter is the floor of a step in Python.
 
-`--forms` prints a table of every form of mask, bias, sequences and lists at some lengths. It has time of the host,
-launches, operations of torch (allocations, views, kernels), and time of the GPU, and compares the host with that of the
-plain call of its shape. Without a GPU, `--emulated` names an extension that `tests/emulation/build.py` has
+`--forms` prints a table of every form of mask, bias, sequences and lists at some lengths. Its columns are the host's
+time, also as a multiple of a plain call of the shape, launches, operations of torch (allocations, views, kernels), and
+the GPU's time. Without a GPU, `--emulated` names an extension that `tests/emulation/build.py` has
 built. Its kernels are counted and left out.
 """
 
