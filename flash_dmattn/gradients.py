@@ -254,10 +254,13 @@ def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
 
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
     """Return the gradient of a bias (Bb, Hb, 1, Lk) from sums of ds over queries, fp32 (B, heads of q or k, Lk)."""
-    keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
-    if keys.shape[:2] != bias.shape[:2]:  # not `torch.Size.numel`, which is slower because it checks for symbols
-        keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
-    return keys.view(bias.shape).to(bias.dtype)
+    shape, keys = bias.shape, sums
+    if keys.shape[:2] != shape[:2]:  # most calls have a head of the bias for each query head: nothing to ask torch for
+        keys = sum_entries(_over_heads(sums, bias, num_heads_k), shape[0], repeat)
+        if keys.shape[:2] != shape[:2]:  # not `torch.Size.numel`, which is slower because it checks for symbols
+            keys = keys.sum_to_size((*shape[:2], sums.shape[2]))
+    keys = keys.view(shape)
+    return keys if bias.dtype == torch.float32 else keys.to(bias.dtype)
 
 
 def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:

@@ -36,9 +36,10 @@ def admit_cpu(path: Path) -> None:
     _loaded.emulation_configure.argtypes = (ctypes.c_int, ctypes.c_uint64)
     units = frozenset(json.loads(path.with_suffix(".json").read_text()))
     cuda_rules.installed_instances = lambda: units
-    # The tensors are of a CPU, for which PyTorch packs. Masks of keys go into the kernels' own packer, as on a GPU.
-    row_intervals = packers.around_extension(torch.ops.flash_dmattn).row_intervals
-    operators.register(lambda tensor: operators.PYTORCH._replace(row_intervals=row_intervals))
+    # The tensors are of a CPU, for which PyTorch packs. Masks of keys and lists of blocks have kernels, as on a GPU.
+    made = packers.around_extension(torch.ops.flash_dmattn)
+    packer = operators.PYTORCH._replace(row_intervals=made.row_intervals, tiles_of_lists=made.tiles_of_lists)
+    operators.register(lambda tensor: packer)
     replace_backend("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device"))
 
 

@@ -289,6 +289,8 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eager")]
         assert cli.main(["dispatch", "--kinds", "--rounds", "1", "--calls", "1"]) == 0
         kinds = capsys.readouterr().out.splitlines()[2:]
+        assert cli.main(["dispatch", "--forms", "--lengths", "8,16", "--rounds", "1", "--calls", "1"]) == 0
+        table = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
     finally:
         torch.set_num_threads(threads)
     assert len(lines) == 2
@@ -297,5 +299,12 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
         assert full > 0 and bare > 0 and added == pytest.approx(full - bare, abs=0.11)
     assert [line[:30].strip() for line in kinds] == list(dispatch.kinds(CPU))
     assert all(float(number) > 0 for line in kinds for number in line[30:].split())
+    assert [(row[0].strip("| "), row[1]) for row in table] == [
+        (x, n) for n in ("8", "16") for x in dispatch.forms(CPU, 8)
+    ]
+    for row in table:
+        numbers = [float(number) for column in row[2:8] for number in column.split(" / ")]
+        assert len(numbers) == 8 and min(numbers[:4]) > 0 and numbers[7] > numbers[6] > 0
+        assert numbers[4:6] == [0, 0] and row[8:] == ["-", "- |"]
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]
     assert forward().shape == bare()[0].shape == dispatch.SHAPE  # type: ignore[attr-defined, index]

@@ -76,6 +76,7 @@ def with_wide_lse(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def forward(**others: Any) -> Call:
     numbers = {**FORWARD, "num_splits": 1, "one_mask_row": False, "dropout_key": None, "sink": None, "group_shift": 0}
+    numbers |= {"key_order": None, "fresh": []}
     return Call("cuda_forward_kernel", with_wide_lse({**tensors_of_call(), **numbers, **NO_MASK, **others}))
 
 
@@ -94,9 +95,9 @@ def distances() -> dict[str, Any]:
     return {"bias": draw(BATCH, HEADS, 1, 9), "outside": 1, "zero": 4}
 
 
-def backward_by_place() -> Call:
+def backward_by_place(**others: Any) -> Call:
     bias_and_sums = {"bias": draw(*KEY_BIAS), "dbias_sums": sums(BATCH, HEADS, KEYS)}
-    return backward(mask=intervals(), key_order=places(), **bias_and_sums)
+    return backward(mask=intervals(), key_order=places(), **bias_and_sums, **others)
 
 
 LENGTHS = (70, 60)
@@ -152,6 +153,7 @@ OF_POSITIONS, OF_QUERIES, OF_KEYS = (2, HEADS, 70, 72), (1, HEADS, 130, 72), (1,
 CALLS: dict[str, Callable[[], Call]] = {
     "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
     "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
+    "forward by place": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS), key_order=places()),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
     "forward distances": lambda: forward(mask=tiles()[:2], **distances())._replace(free=(("bias", 3),)),
     "backward distances": lambda: backward(**distances())._replace(free=(("bias", 3),)),
@@ -160,6 +162,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     ),
     "backward shared": lambda: backward(bias=draw(*ONE_BIAS), dbias=draw(*ONE_BIAS)),
     "backward by place": backward_by_place,
+    "backward placed before": lambda: backward_by_place(in_order=True),
     "backward dropout": lambda: backward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE)),
     "forward packed": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward queries": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_QUERIES), bias_packing=1),
@@ -215,7 +218,14 @@ CALLS: dict[str, Callable[[], Call]] = {
             "order": integers(BATCH, HEADS_K, KEYS),
             "bounds": integers(BATCH, HEADS_K, 256, 2),
         },
-        (("bias", 2), ("bias", 3)),
+    ),
+    "tiles of lists": lambda: Call(
+        "cuda_listed_tiles",
+        {
+            "keys": integers(BATCH, HEADS_K, 2, 1),
+            **{"block_q": 128, "block_k": 128, "seqlen_q": QUERIES, "seqlen_k": KEYS, "low": -QUERIES, "high": 0},
+        },
+        (("keys", 0), ("keys", 1), ("keys", 3)),
     ),
     "mask of keys": lambda: Call(
         "cuda_key_mask",
@@ -225,12 +235,11 @@ CALLS: dict[str, Callable[[], Call]] = {
             "low": -QUERIES,
             "high": 0,
             "reorder": True,
-            "num_counters": 8,
+            "for_call": True,
             "k": draw(BATCH, KEYS, HEADS_K, DIM),
             "v": draw(BATCH, KEYS, HEADS_K, DIM),
             "bias": draw(BATCH, HEADS, 1, KEYS),
         },
-        (("bias", 2), ("bias", 3)),
     ),
 }
 # Read by their strides; of sequences q, k, v and dout are made contiguous where TMA needs it.
@@ -297,12 +306,41 @@ def test_counters_of_a_call(backend: Runner) -> None:
     for number in (4, 4096):
         counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
         call.arguments["out"].zero_()
-        call.run(counters=counters[:number])
+        call.run(fresh=[counters[:number]])
         assert torch.equal(call.arguments["out"], wanted)
         assert bool(counters.any()) == (number == 4096)
     for wrong in (counters.float(), counters.repeat_interleave(2)[::2]):
         with pytest.raises(RuntimeError, match="cuda_forward_kernel: counters needs to be"):
-            call.run(counters=wrong)
+            call.run(fresh=[wrong])
+
+
+def test_keys_that_are_in_their_order_already(backend: Runner) -> None:
+    """Both passes put keys in order, or get them so; then sums have to begin as zeros, which they need not before."""
+    mask, keys = torch.rand(BATCH, HEADS_K, 1, KEYS, device=DEVICE) < 0.3, draw(*KEY_BIAS)
+    made = torch.ops.flash_dmattn.cuda_key_mask(mask, QUERIES, -QUERIES, 0, True, False, None, None, None)
+    _, _, order, *walked = made
+    x = tensors_of_call()
+    k, v, bias = torch.ops.flash_dmattn.cuda_gather_keys(x["k"], x["v"], keys, order, walked[0])
+    tensors = {name: x[name] for name in "qkv"}
+    call = forward(mask=walked[:2], bias=keys, key_order=order, num_splits=2, **tensors)  # splits count by counters
+    call.run()
+    results = [call.arguments[name].clone() for name in ("out", "lse")]
+    counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    call.run(fresh=[counters, k, v, bias])
+    assert all(torch.equal(call.arguments[name], y) for name, y in zip(("out", "lse"), results, strict=True))
+    for wrong in ([counters, k], [counters, k, v, bias, bias], [counters, k[:, 1:], v, bias], [counters, k, v.float()]):
+        with pytest.raises(RuntimeError, match=r"cuda_forward_kernel: fresh"):
+            call.run(fresh=wrong)
+
+    saved = {name: call.arguments[name] for name in ("q", "k", "v", "out", "lse")}
+    pass_back = backward(mask=walked, bias=keys, key_order=order, **saved)
+    names = ("dq", "dk", "dv", "dbias_sums")
+    gradients = []
+    for changes, begin in (({}, 7.0), ({"in_order": True, "k": k, "v": v, "bias": bias}, 0.0)):
+        added = torch.full((BATCH, HEADS, KEYS), begin, device=DEVICE)
+        pass_back.run(dbias_sums=added, deterministic=True, **changes)
+        gradients.append([(added if name == "dbias_sums" else pass_back.arguments[name]).clone() for name in names])
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*gradients, strict=True))
 
 
 def test_every_operator_is_called_here(backend: Runner) -> None:

@@ -466,7 +466,7 @@ lse = torch.empty(1, 1, 4)
 calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (
-        *(q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0, False, 0, 0, 0),
+        *(q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0, False, 0, 0, 0, None, []),
     ),
     "cuda_backward_kernel": (
         *(q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, None),

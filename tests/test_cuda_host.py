@@ -206,8 +206,8 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
         return [bits, classes, *packing.list_tiles(classes)]
 
     monkeypatch.setattr(packers, "packs_by_extension", lambda tensor: True)
-    names = ("cuda_pack_mask", "cuda_key_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
-    extension = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(default=pack)))
+    names = ("pack_mask", "key_mask", "listed_tiles", "interval_tiles", "topk_intervals", "key_order")
+    extension = SimpleNamespace(**{f"cuda_{name}": SimpleNamespace(default=pack) for name in names})
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
     actual = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
     assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))

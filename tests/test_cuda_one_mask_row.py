@@ -18,10 +18,12 @@ from torch.autograd import profiler as autograd_profiler
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
+from benchmarks import dispatch
 from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask, padding_mask
 from flash_dmattn.masks.prepared import operators
 
@@ -169,9 +171,47 @@ def test_two_launches_give_the_bits_of_a_prepared_mask(
     for x, y in zip(made, attention(*tensors, prepared, inputs.bias), strict=True):
         assert torch.equal(x, y)
     assert launches_of(lambda: attention(*tensors, inputs.mask, inputs.bias, is_causal=is_causal)) == 2
+    if order_from == 1:  # keys in their order and counters of 0, and the kernel
+        assert launches_of(lambda: attention(*tensors, prepared, inputs.bias)) == 2
     with FlopCounterMode(display=False):
         watched = attention(*tensors, inputs.mask, inputs.bias, is_causal=is_causal)
     assert all(torch.equal(x, y) for x, y in zip(made, watched, strict=True))
+
+
+# Launches of a forward pass and of a step; the same in an order of keys; operations of torch. The latter allocate
+# results, gradients, and sums of a bias per key, and view the sums.
+COUNTS = {
+    "plain": ((1, 4), (1, 4), (2, 5)),
+    "bias per key": ((1, 4), (1, 4), (2, 7)),
+    "mask of keys": ((2, 5), (2, 6), (2, 5)),
+    "mask of keys, bias per key": ((2, 5), (2, 6), (2, 7)),
+    "prepared keys": ((1, 4), (2, 6), (2, 5)),
+    "prepared keys, bias per key": ((1, 4), (2, 6), (2, 7)),
+    "lists of blocks": ((2, 6), (2, 6), (2, 5)),
+    "padding": ((2, 5), (2, 6), (2, 5)),
+}
+
+
+@pytest.mark.parametrize("in_order", (False, True))
+def test_how_often_a_call_asks_torch_and_the_gpu(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is one launch. In an order of keys each pass has one launch; for a bool mask that is the same."""
+    if DEVICE == "cuda" or not BACKENDS["cuda"].probe().usable:
+        pytest.skip("no emulated extension is here, which counts launches")
+    monkeypatch.setattr(operators, "ORDER_FROM", 1 if in_order else 2**30)
+    forms = dispatch.forms(torch.device("cpu"), 512)
+    count = lambda: emulated_cuda.launches(leaves_out=True)
+    emulated_cuda.configure(num_sms=132)
+    count()
+    try:
+        with flash_dmattn.config(backend="cuda"):
+            for name, (*launches, operations) in COUNTS.items():
+                call = forms[name][:2]
+                traces = [dispatch.trace(each(*call), count) for each in (dispatch.forward_of, dispatch.step_of)]
+                assert tuple(each.launches for each in traces) == launches[in_order], name
+                assert tuple(each.operations for each in traces) == operations, name
+    finally:
+        emulated_cuda.launches()
+        emulated_cuda.configure()
 
 
 @pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -198,7 +238,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
     heard: list[bool] = []
-    kernels = Kernels(lambda *arguments: heard.append(arguments[-5]), *[None] * 3)  # four arguments follow
+    kernels = Kernels(lambda *arguments: heard.append(arguments[-6]), *[None] * 3)  # five arguments follow
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     with replaced("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device")):

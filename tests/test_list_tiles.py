@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import emulated_cuda
 import pytest
 import torch
 from cases import DEVICE
@@ -10,9 +11,10 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import attention, explain
 from flash_dmattn.biases import ListBias
+from flash_dmattn.dispatch.packers import around_extension
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.lists import tiles_of_lists
+from flash_dmattn.masks.prepared.operators import PYTORCH
 from flash_dmattn.problem import make_band
 
 # Lengths, block size, entries, batch entries and heads of the lists, causality, window.
@@ -60,11 +62,32 @@ def test_walks_of_the_listed_tiles_see_what_the_lists_say(name: str) -> None:
     mask = lists_of(name)
     lengths = mask.shape[2:]
     band = make_band(*lengths, (mask.window_size[0], 0 if mask.is_causal else mask.window_size[1]))
-    tensors = tiles_of_lists(mask.tensors[0], mask.block_size, lengths, band)
+    tensors, _ = PYTORCH.tiles_of_lists(mask.tensors[0], mask.block_size, lengths, band)
     bounds, row_lists, col_lists = (x.cpu() for x in tensors[3:])
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in tensors)
     for lists, by_rows in ((row_lists, True), (col_lists, False)):
         assert torch.equal(walked(lists, bounds, mask.shape, by_rows), mask.dense().cpu())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_extension_makes_the_same_in_one_launch(name: str) -> None:
+    if not BACKENDS["cuda"].probe().usable:
+        pytest.skip("cuda does not work here")
+    mask = lists_of(name)
+    keys, lengths = mask.tensors[0], mask.shape[2:]
+    for window in ((-1, -1), (-1, 0), (200, 0), (0, 0), (3, 130), (10**6, 10**6)):
+        band = make_band(*lengths, window)
+        wanted, _ = PYTORCH.tiles_of_lists(keys, mask.block_size, lengths, band)
+        actual, (counters,) = around_extension(torch.ops.flash_dmattn).tiles_of_lists(
+            keys, mask.block_size, lengths, band
+        )
+        assert not counters.any()
+        for x, y in zip(actual, wanted, strict=True):
+            assert x.shape == y.shape and x.is_contiguous() and torch.equal(x, y), window
+        if DEVICE == "cpu":
+            before = emulated_cuda.launches()
+            torch.ops.flash_dmattn.cuda_listed_tiles(keys, *mask.block_size, *lengths, -1, 1)
+            assert emulated_cuda.launches() == before + 1
 
 
 @pytest.mark.parametrize("name", CASES)

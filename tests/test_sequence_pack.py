@@ -162,8 +162,8 @@ def test_who_packs() -> None:
     nvidia, amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
     assert nvidia is not None and nvidia.pack_sequences is sequence_pack.pack_sequences
     assert amd is not None and amd.pack_sequences is packers.operators.PYTORCH.pack_sequences
-    names = ("cuda_pack_mask", "cuda_key_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
-    operators = SimpleNamespace(**{name: SimpleNamespace(default=None) for name in names})
+    names = ("pack_mask", "key_mask", "listed_tiles", "interval_tiles", "topk_intervals", "key_order")
+    operators = SimpleNamespace(**{f"cuda_{name}": SimpleNamespace(default=None) for name in names})
     assert packers.around_extension(operators).pack_sequences is sequence_pack.pack_sequences
 
 

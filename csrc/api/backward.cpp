@@ -13,6 +13,7 @@
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "keys_in_order.h"
 #include "sequences.h"
 #include "tensor_map.h"
 
@@ -170,22 +171,37 @@ namespace {
 
 // Writes the gradients that are present, all contiguous but for one dbias, see below. mask: {}, or (bits, row_lists,
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
-// no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
-// caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype, which is
-// q's or fp32;
-// written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
-// tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys. A bias by distance has a
-// contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq),
-// for gradients that the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many
-// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
+// no mask.
+// Calls that follow an IntervalMask have its key_order. Keys are in the caller's order in all tensors. With `in_order` k, v
+// and a bias per key are in the order of the mask already, and dbias_sums starts as zeros.
+// A bias per query and key has dbias, in its own dtype, which is q's or fp32; written whole. It may have fewer heads or batch
+// entries. Where the main kernel stores it, it may lie in a larger tensor (B, Hq, Lq, Lk), and its rows may be longer, up to
+// the next multiple of 8 keys. A bias by distance has a contiguous dbias in the shape of its values. A bias per key has
+// dbias_sums, (B, Hq, Lk), in fp32. The caller computes gradients from delta, (B, Hq, Lq). Alone it takes the kernel of the
+// rows and no other. The heads that the shared_dbias kernel sums are shared by num_dbias_chunks; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
                      std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, std::optional<Tensor> delta,
                      int64_t low, int64_t high, double softmax_scale, double softcap, bool deterministic,
                      int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p, int64_t outside,
-                     int64_t zero, bool invariant) {
-  BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
+                     int64_t zero, bool invariant, bool in_order) {
+  constexpr const char* kName = "cuda_backward_kernel";
+  if (key_order.has_value() && !in_order) {
+    CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
+    CHECK_ARGUMENT(mask.size() == 3, "key_order is of an interval mask");
+    const CurrentDevice device(kName, k);
+    const Tensor* cleared = nullptr;
+    if (dbias_sums.has_value()) {
+      check_array(kName, *dbias_sums, "dbias_sums", {q.size(0), q.size(2), k.size(1)}, ScalarType::Float, k);
+      cleared = &*dbias_sums;
+    }
+    KeysInOrder made = keys_in_order(kName, k, v, bias, *key_order, mask[0], cleared, device.stream);
+    k = std::move(made.k);
+    v = std::move(made.v);
+    bias = std::move(made.bias);
+  }
+  BackwardArguments arguments{kName, dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
                               dbias_sums, delta, softmax_scale, num_dbias_chunks, invariant};
   arguments.mask = std::move(mask);
   arguments.key_order = std::move(key_order);
@@ -239,7 +255,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
       "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero, "
-      "bool invariant=False) -> ()");
+      "bool invariant=False, bool in_order=False) -> ()");
   m.def(
       "cuda_backward_sequences(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "

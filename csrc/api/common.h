@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -104,21 +105,61 @@ inline void check_array(const char* op, const torch::stable::Tensor& x, const ch
   CHECK_FOR(op, x.is_contiguous(), name, " needs to be contiguous");
 }
 
+// The shape of a tensor that an operator allocates, contiguous.
+struct Shape {
+  std::array<int64_t, 4> sizes{};
+  int64_t dims = 0;
+
+  Shape(std::initializer_list<int64_t> shape) : dims(static_cast<int64_t>(shape.size())) {
+    STD_TORCH_CHECK(shape.size() <= sizes.size(), "an operator allocates ", shape.size(), " dims");
+    std::copy(shape.begin(), shape.end(), sizes.begin());
+  }
+  std::array<int64_t, 4> strides() const {
+    std::array<int64_t, 4> steps{};
+    int64_t step = 1;
+    for (int64_t dim = dims; dim-- > 0; step *= std::max<int64_t>(sizes[dim], 1)) steps[dim] = step;
+    return steps;
+  }
+  int64_t numel() const {
+    int64_t number = 1;
+    for (int64_t dim = 0; dim < dims; ++dim) number *= sizes[dim];
+    return number;
+  }
+};
+
 // Memory that is not initialised, on the device of `like`. Not by new_empty, which takes the host twice as long.
-inline torch::stable::Tensor empty(const torch::stable::Tensor& like, std::initializer_list<int64_t> shape,
+inline torch::stable::Tensor empty(const torch::stable::Tensor& like, const Shape& shape,
                                    torch::headeronly::ScalarType dtype) {
-  std::array<int64_t, 4> strides{};
-  STD_TORCH_CHECK(shape.size() <= strides.size(), "an operator allocates ", shape.size(), " dims");
-  int64_t step = 1;
-  for (size_t dim = shape.size(); dim-- > 0; step *= std::max<int64_t>(shape.begin()[dim], 1)) strides[dim] = step;
   int32_t device = 0;
   STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS, "a tensor has no device");
   AtenTensorHandle made = nullptr;
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  STD_TORCH_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(), code, device,
+  STD_TORCH_CHECK(aoti_torch_empty_strided(shape.dims, shape.sizes.data(), shape.strides().data(), code, device,
                                            like.get_device_index(), &made) == AOTI_TORCH_SUCCESS,
                   "memory cannot be allocated");
   return torch::stable::Tensor(made);
+}
+
+// The same for several tensors in one allocation, each from a multiple of 128 bytes on. It ends with the last of them.
+template <size_t kNumber>
+std::vector<torch::stable::Tensor> empty_together(const torch::stable::Tensor& like, const std::array<Shape, kNumber>& shapes,
+                                                  torch::headeronly::ScalarType dtype) {
+  constexpr int64_t kStep = 128;  // elements, of a byte or more
+  int64_t total = 0;
+  for (const Shape& shape : shapes) total += ceil_div(shape.numel(), kStep) * kStep;
+  const torch::stable::Tensor whole = empty(like, {total}, dtype);
+  std::vector<torch::stable::Tensor> parts;
+  parts.reserve(kNumber);
+  int64_t first = 0;
+  for (const Shape& shape : shapes) {
+    AtenTensorHandle part = nullptr;
+    STD_TORCH_CHECK(aoti_torch__reinterpret_tensor(whole.get(), shape.dims, shape.sizes.data(), shape.strides().data(),
+                                                   first, &part) == AOTI_TORCH_SUCCESS,
+                    "a part of a tensor cannot be made");
+    parts.emplace_back(part);
+    first += ceil_div(shape.numel(), kStep) * kStep;
+  }
+  return parts;
 }
 
 // The device of a tensor as the current one, while this lives, and torch's stream there. A thread of autograd that has

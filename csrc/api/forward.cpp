@@ -15,6 +15,7 @@
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
+#include "keys_in_order.h"
 #include "num_splits.h"
 #include "sequences.h"
 #include "tensor_map.h"
@@ -330,13 +331,37 @@ void forward(const ForwardArguments& call) {
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
 // group_shift: 2^group_shift heads of a group are rows of one tile, so that their keys are read once.
-// counters: int32, of 0, which the call uses up if it needs no more of them; else it has its own.
+// Calls that follow an IntervalMask have its key_order. k, v and a bias per key are in the caller's order.
+// The packer of a mask may have made `fresh` for this call. First it has counters of 0, which the call uses up if it needs
+// no more of them. k, v and a bias per key in the order of keys may follow.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
                     bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift,
-                    std::optional<Tensor> counters) {
-  ForwardArguments call{"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap};
+                    std::optional<Tensor> key_order, std::vector<Tensor> fresh) {
+  constexpr const char* kName = "cuda_forward_kernel";
+  std::optional<Tensor> counters;
+  if (!fresh.empty()) counters = fresh[0];
+  if (fresh.size() > 1) {
+    CHECK_ARGUMENT(fresh.size() == 3 || fresh.size() == 4, "fresh has ", fresh.size(),
+                   " tensors; it needs counters, or counters, k, v and perhaps a bias");
+    for (const auto& [to, from] : {std::pair{&k, &fresh[1]}, std::pair{&v, &fresh[2]}}) {
+      check_dims(kName, *from, "fresh", {to->size(0), to->size(1), to->size(2), to->size(3)}, q);
+      check_dtype(kName, *from, "fresh", to->scalar_type());
+      *to = *from;
+    }
+    if (fresh.size() == 4) bias = fresh[3];
+  } else if (key_order.has_value()) {
+    CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
+    CHECK_ARGUMENT(mask.size() == 2, "key_order is of an interval mask");
+    const CurrentDevice device(kName, k);
+    counters = empty(k, {kCounters}, ScalarType::Int);
+    KeysInOrder made = keys_in_order(kName, k, v, bias, *key_order, mask[0], &*counters, device.stream);
+    k = std::move(made.k);
+    v = std::move(made.v);
+    bias = std::move(made.bias);
+  }
+  ForwardArguments call{kName, q, k, v, bias, sink, out, lse, softmax_scale, softcap};
   call.mask = std::move(mask);
   call.low = low;
   call.high = high;
@@ -380,7 +405,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
-      "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift, Tensor(c!)? counters=None) -> ()");
+      "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift, Tensor? key_order, "
+      "Tensor(c!)[] fresh) -> ()");
   m.def(
       "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
       "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "

@@ -166,11 +166,13 @@ def convert(
         assert problem.sequences is not None
         return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))
     if view.form == "lists":
-        from ..masks.prepared.lists import tiles_of_lists  # likewise
+        from ..masks.prepared.operators import packer_for  # likewise
 
+        keys = view.tensors[0]
         flags, lengths = problem.flags, (problem.seqlen_q, problem.seqlen_k)
         band = make_band(*lengths, problem.window)
-        return MaskView("intervals", tiles_of_lists(view.tensors[0], (flags.block_q, flags.block_k), lengths, band))
+        tensors, fresh = packer_for(keys).tiles_of_lists(keys, (flags.block_q, flags.block_k), lengths, band)
+        return MaskView("intervals", tuple(tensors), fresh)
     from ..masks.prepared.storage import unpack_view  # likewise
 
     return view_of(problem, choice, unpack_view(view, problem.seqlen_q, problem.seqlen_k))

@@ -5,6 +5,7 @@
 | masks with a row for each query | CUDA extension | Triton | PyTorch |
 | masks with one row for up to 15 queries, or for sequences | Triton | Triton | PyTorch |
 | other masks with one row | CUDA extension; Triton above 2^18 keys | Triton | PyTorch |
+| tiles of lists of blocks | CUDA extension; PyTorch above 2^18 keys | PyTorch | PyTorch |
 | caches | Triton | Triton on NVIDIA, else PyTorch | PyTorch |
 """
 
@@ -30,9 +31,6 @@ from .registry import works
 
 # The largest number of keys of a mask with one row that one block can count: `kMostMaskKeys` of csrc.
 MOST_KEYS = 2**18
-# A forward pass has up to 16 counters for each work tile that several blocks compute; the GPU has more SMs than such
-# tiles.
-COUNTERS = 4096
 
 
 def packs_by_extension(tensor: Tensor) -> bool:
@@ -94,7 +92,7 @@ def around_extension(operators: Any) -> Packer:
     """Return a packer with the operators of the extension, and Triton or PyTorch for the other functions."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
-    key_mask = operators.cuda_key_mask.default
+    key_mask, listed_tiles = operators.cuda_key_mask.default, operators.cuda_listed_tiles.default
     rest = _triton_packer() or operators.PYTORCH
 
     def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
@@ -119,10 +117,19 @@ def around_extension(operators: Any) -> Packer:
             return rest.row_intervals(mask, seqlen_q, band, reorder)
         low, high = band or (-seqlen_q, seqlen_k)
         if k is None or v is None:
-            return key_mask(mask, seqlen_q, low, high, reorder, 0, None, None, None), ()
+            return key_mask(mask, seqlen_q, low, high, reorder, False, None, None, None), ()
         if not reorder or (k.data_ptr() | v.data_ptr()) % 16:
             k = v = bias = None
-        made = key_mask(mask, seqlen_q, low, high, reorder, COUNTERS, k, v, bias)
+        made = key_mask(mask, seqlen_q, low, high, reorder, True, k, v, bias)
+        return made[:6], made[6:]
+
+    def tiles_of_lists(
+        keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        seqlen_q, seqlen_k = lengths
+        if seqlen_k > MOST_KEYS:
+            return rest.tiles_of_lists(keys, block_size, lengths, band)
+        made = listed_tiles(keys, *block_size, seqlen_q, seqlen_k, *(band or (-seqlen_q, seqlen_k)))
         return made[:6], made[6:]
 
     def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +146,7 @@ def around_extension(operators: Any) -> Packer:
     return rest._replace(
         pack_tiles=pack_tiles,
         row_intervals=row_intervals,
+        tiles_of_lists=tiles_of_lists,
         interval_tiles=list_intervals,
         topk_intervals=find_topk,
         key_order=key_order,

@@ -64,6 +64,9 @@ __device__ void place_bias(const GatherKeysParams& p, int64_t block) {
 // alone are read by nobody and stay as they are.
 __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_constant__ GatherKeysParams p) {
   griddep_wait();
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.num_cleared; i += int64_t{gridDim.x} * kThreads) {
+    p.cleared[i] = 0;
+  }
   const int64_t block = blockIdx.x - (p.rows + kRows - 1) / kRows;  // behind the blocks of k and v
   if (block >= 0) return place_bias(p, block);
   const int lane = threadIdx.x % kLanes;

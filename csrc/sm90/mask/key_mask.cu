@@ -1,5 +1,5 @@
 // The kernel of masks with one row for all queries: one launch from bools to an interval mask, and k, v and a bias per key
-// in its order.
+// in its order. It also makes the lists of tiles of a mask of all keys whose blocks are listed.
 //
 // Each block reads the whole row of its mask and counts it, so that no block waits for another. A key is seen by the
 // queries that the band leaves to it, from `start` to `stop`, which both grow with the key. So the keys that some query
@@ -86,6 +86,7 @@ struct LiveKeys {
 // The lane's 16 keys as bits.
 __device__ __forceinline__ unsigned load_keys(const KeyMaskParams& p, const uint8_t* row, int first_key, int lane) {
   const int lane_key = first_key + lane * kLaneKeys;
+  if (p.mask == nullptr) return ones_below(p.seqlen_k - lane_key);
   if (p.is_wide) {
     return lane_key < p.seqlen_k ? bits_of(*reinterpret_cast<const uint4*>(row + lane_key)) : 0;
   }
@@ -143,8 +144,27 @@ __device__ __forceinline__ LiveKeys read_row(const KeyMaskParams& p, const uint8
   return {words, before, p.tiles_k};
 }
 
+// Whether the block of a tile is in the list of its queries.
+__device__ __forceinline__ bool is_listed(const KeyMaskParams& p, int mask, int tile_q, int tile_k) {
+  if (p.blocks_listed == nullptr) return true;
+  const int64_t row = static_cast<int64_t>(mask) * p.num_lists + tile_q / p.block_tiles_q;
+  const int32_t* const list = p.blocks_listed + row * p.list_size;
+  const unsigned block = tile_k / p.block_tiles_k;
+  int first = 0;  // the first entry that is not below the block; -1 is the largest unsigned number
+  for (int end = p.list_size; first < end;) {
+    const int middle = (first + end) / 2;
+    if (static_cast<unsigned>(list[middle]) < block) {
+      first = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return first < p.list_size && static_cast<unsigned>(list[first]) == block;
+}
+
 // The class of a tile of places.
-__device__ __forceinline__ int class_of(const KeyMaskParams& p, const LiveKeys& live, int tile_q, int tile_k) {
+__device__ __forceinline__ int class_of(const KeyMaskParams& p, const LiveKeys& live, int mask, int tile_q, int tile_k) {
+  if (!is_listed(p, mask, tile_q, tile_k)) return 0;
   const int first_row = tile_q * kTile, end_row = min(first_row + kTile, p.seqlen_q);
   const int first = tile_k * kTile, end = min(first + kTile, p.seqlen_k);
   const auto within = [&](int key, int from, int to) { return min(max(key, from), to); };
@@ -225,11 +245,11 @@ __global__ void __launch_bounds__(kThreads) key_mask_kernel(const __grid_constan
   for (int line = block * kWarps + threadIdx.x / 32; line < p.tiles_q + p.tiles_k; line += p.blocks * kWarps) {
     if (line < p.tiles_q) {
       write_list(list_of(p.row_lists, mask, p.tiles_q, line, p.tiles_k), p.tiles_k,
-                 [&](int tile_k) { return class_of(p, live, line, tile_k); });
+                 [&](int tile_k) { return class_of(p, live, mask, line, tile_k); });
     } else {
       const int tile_k = line - p.tiles_q;
       write_list(list_of(p.col_lists, mask, p.tiles_k, tile_k, p.tiles_q), p.tiles_q,
-                 [&](int tile_q) { return class_of(p, live, tile_q, tile_k); });
+                 [&](int tile_q) { return class_of(p, live, mask, tile_q, tile_k); });
     }
   }
   if (mask == 0) {  // numbers of threads of all masks may exceed int32

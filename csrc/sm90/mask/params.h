@@ -101,11 +101,14 @@ struct GatherKeysParams {
   float* placed_bias;  // (bias_batch, bias_heads, length), contiguous
   int bias_batch, bias_heads;
   MaskHeads bias_masks;
+  int32_t* cleared;  // set to 0; of floats, too, since 0 has no other bits
+  int64_t num_cleared;
 };
 
-// Packs a bool mask with one row for all queries as an interval mask, and gathers what a call reads in its order.
+// Packs a bool mask with one row for all queries as an interval mask, and gathers what a call reads in its order. Or lists
+// of tiles of a mask of all keys, as far as blocks of tiles are listed.
 struct KeyMaskParams {
-  const uint8_t* mask;  // (B, H, 1, Lk), any strides; 0 is False, any other byte True
+  const uint8_t* mask;  // (B, H, 1, Lk), any strides; 0 is False, any other byte True; null for all keys
   int64_t stride_b, stride_h, stride_k;
   bool has_batch;      // whether there are several B
   bool is_wide;        // rows start and end on 16 bytes and keys have unit stride
@@ -128,6 +131,10 @@ struct KeyMaskParams {
   BiasValues bias;
   float* placed_bias;  // (bias_batch, bias_heads, Lk), contiguous
   int bias_batch, bias_heads;
+  // (B, H, num_lists, list_size), the blocks of keys of each block of queries, ascending, then -1; null for all tiles
+  const int32_t* blocks_listed;
+  int num_lists, list_size;
+  int block_tiles_q, block_tiles_k;  // tiles of a block
 };
 
 // Bits of an interval mask, as a packed mask has them.

@@ -75,26 +75,26 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
-    distances, shift, has_keys = _distances(p), group_shift(p), p.bias_class == "key"
+    numbers, has_keys = (one_mask_row, *_distances(p), group_shift(p)), p.bias_class == "key"
     attend, is_invariant = kernels().attend, p.flags.invariant
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         q, k, v, mask, bias, sink, _, dropout = x
         q, k, v = read_rows(q, k, v)
         walked: Sequence[Tensor] = ()
-        counters, *gathered = mask.fresh or (None,)
+        order = None
         if read_tiles is not None:
             allowed, row_lists, _, order = read_tiles(mask)
             walked = (allowed, row_lists)
-            if order is not None:
-                k, v, bias = _in_order(has_keys, k, v, bias, allowed, order, gathered)
+            if order is not None and bias is not None and not has_keys:
+                bias = bias[..., : order.shape[2]]
         if read_bias is not None and bias is not None:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         splits = 1 if is_invariant else NUM_KV_SPLITS
-        numbers = (low, high, scale, softcap, splits, dropout, dropout_p, one_mask_row, *distances, shift)
-        attend(q, k, v, walked, bias, sink, out, lse, *numbers, counters)
+        tensors = (q, k, v, walked, bias, sink, out, lse)
+        attend(*tensors, low, high, scale, softcap, splits, dropout, dropout_p, *numbers, order, mask.fresh)
 
     return run
 
@@ -129,26 +129,6 @@ def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tens
     return read_tiles if p.mask_form == "tiles" else read_bits if reads_scores(p) else read_intervals
 
 
-def _in_order(
-    has_keys: bool,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor,
-    order: Tensor,
-    gathered: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Copy k, v and a bias into an order of keys, unless `gathered` already has the copies.
-
-    The bias has one value per key if `has_keys`.
-    """
-    k, v, *biases = gathered or kernels().gather_keys(k, v, bias if has_keys else None, order, allowed)
-    if bias is not None:
-        # A bias of another class that follows an order has one value for all keys.
-        bias = biases[0] if has_keys else bias[..., : k.shape[1]]
-    return k, v, bias
-
-
 class _Reordered:
     """Gradients of a call that runs only on its live keys, padded to a multiple of the block size.
 
@@ -168,19 +148,29 @@ class _Reordered:
             *by_place,
             None if sums is None else sums.new_zeros((*sums.shape[:2], places)),
         )
-        self._order, self._by_key = order.long(), (dk, dv, sums)
+        self._order, self._by_key = order, (dk, dv, sums)
+
+    def gather(
+        self, k: Tensor, v: Tensor, bias: Tensor | None, bounds: Tensor, has_keys: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copy k, v and, if it has one value per key, a bias into the order of the mask."""
+        k, v, *biases = kernels().gather_keys(k, v, bias if has_keys else None, self._order, bounds)
+        if bias is not None:
+            bias = biases[0] if has_keys else bias[..., : k.shape[1]]
+        return k, v, bias
 
     def move(self) -> None:
+        order = self._order.long()
         for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
             if by_key is None or by_place is None:
                 continue
-            index = self._order
+            by_key.zero_()
             if by_key.dim() == 4:
-                index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
-                by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
+                index = order.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
+                by_key.scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = repeat_heads(index, by_key.shape[1])
-                by_key.scatter_(2, index.expand_as(by_place), by_place)  # sums begin as zeros
+                index = repeat_heads(order, by_key.shape[1])
+                by_key.scatter_(2, index.expand_as(by_place), by_place)
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
@@ -203,8 +193,6 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     relative = p.relative if needs.bias else None
     allocate_values = None if relative is None else new_like(relative.shape, relative.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
-    # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
-    allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
     # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or relative is not None
@@ -235,7 +223,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
         elif allocate_values is not None and bias is not None:
             stored = allocate_values(bias)
         elif sum_sizes is not None:
-            sums = allocate_sums(sum_sizes, dtype=torch.float32, device=q.device)
+            sums = torch.empty(sum_sizes, dtype=torch.float32, device=q.device)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
             dout = readable_rows(dout)
         q, k, v = read_rows(q, k, v)
@@ -248,8 +236,6 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             if read_tiles is not None:
                 allowed, row_lists, col_lists, order = read_tiles(mask)
                 walked = (allowed, row_lists, col_lists)
-                if order is not None:
-                    k, v, read = _in_order(has_keys, k, v, bias, allowed, order)
             if read_bias is not None and read is not None:
                 read = read_bias(read)
             summed_q = dq
@@ -260,9 +246,10 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
                 if order.shape[2] < p.seqlen_k:
                     by_place = _Reordered(order, dk, dv, sums)
                     results = by_place.results
+                    k, v, read = by_place.gather(k, v, read, allowed, has_keys)
             tensors = (dout, dlse, q, k, v, walked, results[0], read, out, lse_read)
             written = (summed_q, *results[1:3], stored, results[3], delta)
-            differentiate(*tensors, *written, *numbers, *chunks, p.flags.invariant)
+            differentiate(*tensors, *written, *numbers, *chunks, p.flags.invariant, by_place is not None)
             if by_place is not None:
                 by_place.move()
         elif delta is not None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...definition import define, is_transformed, map_each
 from ...problem import Band, SequenceSpec
-from ...reference.lists import gather_entries, spread, table
+from ...reference.lists import gather_entries
 from ...sequences.layout import token_places
 from .. import topk
-from . import intervals, operators, packing
+from . import operators
 
 # Elements of a chunk of rows; each needs about 25 bytes of work space.
 CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
@@ -125,32 +125,6 @@ _ORDERED = define(
     _ordered_fake,
 )
 map_each("order_lists", _ORDERED)
-
-
-def tiles_of_lists(
-    keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
-) -> tuple[Tensor, ...]:
-    """Return lists of whole tiles as the tensors of an `IntervalMask`, with only the listed tiles in its tile lists.
-
-    Bounds and intervals describe only the band, not the lists. Kernels that walk tile lists compute the right result,
-    because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
-
-    Args:
-        keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.
-        lengths: (queries, keys).
-        band: of the mask.
-    """
-    (seqlen_q, seqlen_k), number = lengths, keys.shape[:2]
-    everything = torch.ones(1, 1, 1, seqlen_k, dtype=torch.bool, device=keys.device)
-    start, stop, order = intervals.key_intervals(everything, seqlen_q, band, reorder=False)
-    bounds = intervals.interval_bounds(start, stop, order)
-    classes = intervals.interval_classes(bounds, seqlen_q)
-    listed = table(keys, keys[..., :0], 0, -(-seqlen_k // block_size[1])) >= 0
-    for dim in (2, 3):
-        listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
-    classes = torch.where(listed, classes, 0)
-    start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
-    return start, stop, order, bounds, *operators.packer_for(classes).list_tiles(classes)
 
 
 def best(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...definition import LIBRARY, define, map_each, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
+from ...reference.lists import spread, table
 from ..topk import list_best, score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
@@ -49,13 +50,36 @@ def row_intervals(
     return (start, stop, order, *fastest.interval_tiles(start, stop, order, seqlen_q)), ()
 
 
+def tiles_of_lists(
+    keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Implement `Packer.tiles_of_lists` in PyTorch, except for the lists, which the fastest packer makes."""
+    (seqlen_q, seqlen_k), number = lengths, keys.shape[:2]
+    everything = torch.ones(1, 1, 1, seqlen_k, dtype=torch.bool, device=keys.device)
+    start, stop, order = intervals.key_intervals(everything, seqlen_q, band, reorder=False)
+    bounds = intervals.interval_bounds(start, stop, order)
+    classes = intervals.interval_classes(bounds, seqlen_q)
+    listed = table(keys, keys[..., :0], 0, -(-seqlen_k // block_size[1])) >= 0
+    for dim in (2, 3):
+        listed = spread(listed, dim, block_size[dim - 2] // TILE, 0, classes.shape[dim])
+    classes = torch.where(listed, classes, 0)
+    start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
+    return (start, stop, order, bounds, *packer_for(classes).list_tiles(classes)), ()
+
+
 class Packer(NamedTuple):
     """The functions that prepare a mask, by default in plain PyTorch. All packers return the same bits.
 
     `pack_tiles` makes the tensors of a `TileMask` from a bool mask of any strides, `interval_tiles` the bounds and
     lists of an `IntervalMask`. `row_intervals` makes all tensors of an `IntervalMask` from a mask with one row. It may
-    also make `MaskView.fresh`, if it gets k, v, and a bias with one value per key or None. The other functions are
-    described under their names in `packing`, `intervals` and `topk`.
+    also make `MaskView.fresh`, if it gets k, v, and a bias with one value per key or None.
+
+    `tiles_of_lists` makes all tensors of an `IntervalMask`, and perhaps `MaskView.fresh`. Its arguments are the keys of
+    a `ListMask` whose blocks are whole tiles, the block size, (Lq, Lk) and the band. Tile lists have only listed tiles.
+    Bounds and intervals describe only the band, not the lists. Kernels that walk tile lists compute the right result,
+    because they use bounds only inside partial tiles. Code that uses the intervals would ignore the lists.
+
+    The other functions are described under their names in `packing`, `intervals` and `topk`.
     """
 
     pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
@@ -64,6 +88,9 @@ class Packer(NamedTuple):
     score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
     key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
     row_intervals: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]] = row_intervals
+    tiles_of_lists: Callable[
+        [Tensor, tuple[int, int], tuple[int, int], Band | None], tuple[Sequence[Tensor], Sequence[Tensor]]
+    ] = tiles_of_lists
     mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
     interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
     topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
