@@ -151,7 +151,9 @@ BIAS, ONE_BIAS, KEY_BIAS = (BATCH, HEADS, QUERIES, KEYS), (1, HEADS_K, QUERIES, 
 OF_POSITIONS, OF_QUERIES, OF_KEYS = (2, HEADS, 70, 72), (1, HEADS, 130, 72), (1, HEADS, 1, 130)
 CALLS: dict[str, Callable[[], Call]] = {
     "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
-    "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
+    "forward intervals": lambda: forward(
+        mask=intervals()[:2], bias=draw(*KEY_BIAS), max_scores=draw(BATCH, HEADS, QUERIES, dtype=torch.float32)
+    ),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
     "forward distances": lambda: forward(mask=tiles()[:2], **distances())._replace(free=(("bias", 3),)),
     "backward distances": lambda: backward(**distances())._replace(free=(("bias", 3),)),
@@ -163,7 +165,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "backward dropout": lambda: backward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE)),
     "forward packed": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward queries": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_QUERIES), bias_packing=1),
-    "forward keys": lambda: forward_sequences(packs=True, bias=draw(*OF_KEYS), bias_packing=2),
+    "forward keys": lambda: forward_sequences(
+        packs=True, bias=draw(*OF_KEYS), bias_packing=2, max_scores=draw(1, HEADS, 130, dtype=torch.float32)
+    ),
     "forward padded": lambda: forward_sequences(packs=False, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward pages": lambda: forward_sequences(
         packs=False,
@@ -283,7 +287,7 @@ def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> Non
         else:
             accepted.append(change)
     # Packed tokens may come without the one entry of a batch.
-    tokens = ("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv")
+    tokens = ("q", "k", "v", "out", "lse", "max_scores", "dout", "dlse", "delta", "dq", "dk", "dv")
     may_miss = [name for name in call.arguments if call.arguments.get("is_packed") and name in tokens]
     assert accepted == [f"{name}: missing dim" for name in may_miss]
     call.run()
