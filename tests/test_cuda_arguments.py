@@ -151,10 +151,9 @@ BIAS, ONE_BIAS, KEY_BIAS = (BATCH, HEADS, QUERIES, KEYS), (1, HEADS_K, QUERIES, 
 OF_POSITIONS, OF_QUERIES, OF_KEYS = (2, HEADS, 70, 72), (1, HEADS, 130, 72), (1, HEADS, 1, 130)
 CALLS: dict[str, Callable[[], Call]] = {
     "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
-    "forward intervals": lambda: forward(
-        mask=intervals()[:2], bias=draw(*KEY_BIAS), max_scores=draw(BATCH, HEADS, QUERIES, dtype=torch.float32)
-    ),
+    "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
+    "forward largest": lambda: forward(max_scores=draw(BATCH, HEADS, QUERIES, dtype=torch.float32)),
     "forward distances": lambda: forward(mask=tiles()[:2], **distances())._replace(free=(("bias", 3),)),
     "backward distances": lambda: backward(**distances())._replace(free=(("bias", 3),)),
     "backward tiles": lambda: backward(
@@ -165,9 +164,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "backward dropout": lambda: backward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE)),
     "forward packed": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward queries": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_QUERIES), bias_packing=1),
-    "forward keys": lambda: forward_sequences(
-        packs=True, bias=draw(*OF_KEYS), bias_packing=2, max_scores=draw(1, HEADS, 130, dtype=torch.float32)
-    ),
+    "forward keys": lambda: forward_sequences(packs=True, bias=draw(*OF_KEYS), bias_packing=2),
+    "packed largest": lambda: forward_sequences(packs=True, max_scores=draw(1, HEADS, 130, dtype=torch.float32)),
     "forward padded": lambda: forward_sequences(packs=False, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward pages": lambda: forward_sequences(
         packs=False,
@@ -291,6 +289,13 @@ def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> Non
     may_miss = [name for name in call.arguments if call.arguments.get("is_packed") and name in tokens]
     assert accepted == [f"{name}: missing dim" for name in may_miss]
     call.run()
+
+
+@pytest.mark.parametrize("name", ("forward tiles", "forward intervals", "forward dropout", "forward pages"))
+def test_kernels_that_write_no_largest_scores(backend: Runner, name: str) -> None:
+    call = CALLS[name]()
+    with pytest.raises(RuntimeError, match="max_scores is for calls without a mask, bias, dropout and pages"):
+        call.run(max_scores=torch.empty_like(call.arguments["lse"], dtype=torch.float32))
 
 
 def test_counters_of_a_call(backend: Runner) -> None:

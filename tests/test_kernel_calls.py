@@ -56,6 +56,7 @@ def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     narrow = [dims for dims in INSTANCES if max(dims) <= 128]
     assert by_kind["forward"] == set(itertools.product(INSTANCES, BIAS_FORMS, flags))
     assert by_kind["parts"] >= set(itertools.product(narrow, ("none", "vector", "tile"), flags))
+    assert by_kind["largest"] >= {*itertools.product(INSTANCES, [False]), *itertools.product(narrow, [True])}
     summed = [instance for instance in ALL_INSTANCES if instance[:2] in narrow]
     assert by_kind["backward"] == {
         *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),

@@ -281,7 +281,9 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         "max_scores_combination",
         lambda p: not (p.flags.max_scores and _beside_max_scores(p)),
-        lambda p: f"max_scores is set and the call has {_beside_max_scores(p)}; kernels with that write no such scores",
+        lambda p: (
+            f"max_scores is set and the call has {_beside_max_scores(p)}, which the kernels that write it do not take"
+        ),
         'use backend="triton"',
         passes=("forward",),
         example={"max_scores": True, "mask": (2, 1, 4096, 4096)},
