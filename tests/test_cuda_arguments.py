@@ -123,7 +123,8 @@ def sequences(*, packs: bool, **others: Any) -> dict[str, Any]:
 
 def number_is_free(arguments: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     """The number of sequences, where nothing else has it."""
-    return (("bounds", 0),) if arguments["is_packed"] and arguments["bias_packing"] > 0 else ()
+    has_number = not arguments["is_packed"] or (arguments["bias"] is not None and arguments["bias_packing"] == 0)
+    return () if has_number else (("bounds", 0),)
 
 
 def forward_sequences(*, packs: bool, **others: Any) -> Call:

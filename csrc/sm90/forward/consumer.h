@@ -13,7 +13,7 @@
 namespace flash_dmattn {
 
 template <class Traits>
-struct Consumer {
+struct Consumer : LargestScores<Traits::kHasMaxScores> {
   using Element = typename Traits::Element;
   using Work = WorkTile<Traits::kHasSequences>;
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockN = Traits::kBlockN;
@@ -29,10 +29,7 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  // Kernels with kHasMaxScores: the largest score of each row so far, among the thread's or its row's, or NaN.
-  float largest[2];
-  // has_negative: some row of the warp compares negative bits (compares_negative). is_great: see softmax.
-  bool has_negative, is_great;
+  bool has_negative, is_great;  // some row of the warp compares negative bits; see softmax
   // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
   // negative, or NaN, as it is of great rows.
   static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;
@@ -236,30 +233,31 @@ struct Consumer {
   // the least bits, unsigned, if all are negative: each comparison is right on its side of 0. A negative NaN is left out;
   // its probability tells.
   //
-  // The largest score so far is not above the bound. So comparisons may begin with it, and leave the largest score in its
-  // place with no instruction more, if it lies on their side of 0: there largest[r] and not the bound chooses the side, and
-  // a first score of at least 0 is above any bound. `raise_maxima` then finds the largest.
-  __device__ __forceinline__ bool compares_negative(int r, float bound) const {
-    return Traits::kHasMaxScores ? __float_as_int(largest[r]) < 0 : bound < 0.0f;
+  // The largest score so far is not above the bound. So with kHasMaxScores a comparison begins with it, and leaves the
+  // largest score in its place with no instruction more, if all lie on its side of 0. There the largest and not the bound
+  // chooses the side, and 0 after negative scores is above any bound: `raise_maxima` then finds the largest score.
+  __device__ __forceinline__ float largest_or(int r, float other) const {
+    if constexpr (Traits::kHasMaxScores) return this->largest[r];
+    return other;
   }
   __device__ __forceinline__ bool exceeds_positive(const float (&scores)[kScores], int r, float bound) {
-    int top = __float_as_int(Traits::kHasMaxScores ? largest[r] : scores[2 * r]);
+    int top = __float_as_int(largest_or(r, scores[2 * r]));
 #pragma unroll
     for (int c = 0; c < kScores / 4; ++c) {
       top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
     }
-    if constexpr (Traits::kHasMaxScores) largest[r] = __int_as_float(top);
+    if constexpr (Traits::kHasMaxScores) this->largest[r] = __int_as_float(top);
     return !(__int_as_float(top) <= bound);
   }
   __device__ __forceinline__ bool exceeds_negative(const float (&scores)[kScores], int r, float bound) {
-    unsigned top = __float_as_uint(Traits::kHasMaxScores ? largest[r] : scores[2 * r]);
+    unsigned top = __float_as_uint(largest_or(r, scores[2 * r]));
 #pragma unroll
     for (int c = 0; c < kScores / 4; ++c) {
       top = min(min(top, __float_as_uint(scores[4 * c + 2 * r])), __float_as_uint(scores[4 * c + 2 * r + 1]));
     }
     if constexpr (Traits::kHasMaxScores) {
-      largest[r] = __uint_as_float(top);
-      return top < max(__float_as_uint(bound), __float_as_uint(-0.0f));
+      this->largest[r] = __uint_as_float(top);
+      return top < max(__float_as_uint(bound), __float_as_uint(-0.0f) + 1);
     }
     return top < __float_as_uint(bound);
   }
@@ -301,8 +299,8 @@ struct Consumer {
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const bool is_negative = compares_negative(r, bound[r]);
-        is_above |= is_negative ? exceeds_negative(scores, r, bound[r]) : exceeds_positive(scores, r, bound[r]);
+        is_above |= largest_or(r, bound[r]) < 0.0f ? exceeds_negative(scores, r, bound[r])
+                                                   : exceeds_positive(scores, r, bound[r]);
       }
     }
     const bool needs_rescale = __any_sync(0xffffffffu, is_above);
@@ -336,7 +334,8 @@ struct Consumer {
 
   // Kernels with kHasMaxScores tell of NaN, others leave it out.
   __device__ __forceinline__ static float larger(float x, float y) {
-    return Traits::kHasMaxScores ? max_or_nan(x, y) : fmaxf(x, y);
+    if constexpr (Traits::kHasMaxScores) return max_or_nan(x, y);
+    return fmaxf(x, y);
   }
   __device__ __forceinline__ static float quad_larger(float x) {
     x = larger(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -352,13 +351,13 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = threshold[r] == -INFINITY ? -INFINITY : row_max[r];
-      float top = Traits::kHasMaxScores ? largest[r] : before;
+      float top = largest_or(r, before);
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
         top = larger(top, larger(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       }
       top = quad_larger(top);
-      if constexpr (Traits::kHasMaxScores) largest[r] = top;
+      if constexpr (Traits::kHasMaxScores) this->largest[r] = top + 0.0f;  // not -0, which has negative bits
       const bool raises = !(top <= threshold[r]);  // not because another row does
       // A row with no key so far has a row_sum of 0, and out may be rescaled by anything.
       rescale[r] = raises ? exp2_approx((before - top) * scale) : 1.0f;
@@ -367,7 +366,7 @@ struct Consumer {
         row_max[r] = top;
         threshold[r] = fmaf(kSlack / kLog2e, p.inverse_scale, top);
       }
-      is_negative |= compares_negative(r, threshold[r]);
+      is_negative |= largest_or(r, threshold[r]) < 0.0f;
       const bool is_great_row = has_great_shift(row_max[r]);
       has_great |= is_great_row;
       if (!kComparesNegative && is_great_row) threshold[r] = kAlwaysExceeded;
@@ -450,7 +449,7 @@ struct Consumer {
   __device__ __forceinline__ void store_max_scores(const Work& work, int64_t first_lse, int64_t lse_step) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = quad_larger(largest[r]);
+      float top = quad_larger(this->largest[r]);
       // A sum of NaN tells of the negative NaN that comparisons leave out; with a score of inf it tells nothing.
       const float sum = quad_sum(row_sum[r]);
       if (sum != sum && top != INFINITY) top = NAN;
@@ -655,9 +654,9 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     std::conditional_t<(Traits::kDv > 128), const Walk<Traits>&, const Walk<Traits>> walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
-        p,           shared,       group,        lane,         row_of_warp,
+        {},          p,           shared,       group,        lane,         row_of_warp,
         pipe_q.stage, out,         {0.0f, 0.0f}, {0.0f, 0.0f}, {-INFINITY, -INFINITY},
-        {-INFINITY, -INFINITY},    true,         false,        bias_offset};
+        true,        false,        bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);
@@ -676,7 +675,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
           if (consumer.threshold[r] == -INFINITY) consumer.row_max[r] = -INFINITY;
         }
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
-                                            consumer.row_sum, consumer.largest);
+                                            consumer.row_sum, consumer);
       }
     }
     if (has_result) consumer.epilogue(item);

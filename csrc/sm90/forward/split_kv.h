@@ -14,6 +14,15 @@
 
 namespace flash_dmattn {
 
+// The largest score of each of a thread's two rows so far, among the scores of the thread or of the row; NaN if one is.
+// Kernels without kHasMaxScores lack the member, because it would change the order of their code.
+template <bool kHasMaxScores>
+struct LargestScores {};
+template <>
+struct LargestScores<true> {
+  float largest[2] = {-INFINITY, -INFINITY};
+};
+
 // Layout of a split, in fours of floats per thread: first the maxima and sums of its two rows, then its elements of
 // out, last its largest scores of both in kernels with kHasMaxScores. The maximum of a row without a key is -inf.
 template <class Traits>
@@ -27,7 +36,8 @@ constexpr int kSplitFloats = (1 + Traits::kDv / 8 + (Traits::kHasMaxScores ? 1 :
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
-                                               float (&row_sum)[2], float (&largest)[2]) {
+                                               float (&row_sum)[2],
+                                               LargestScores<Traits::kHasMaxScores>& scores) {
   constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>, kLargest = (1 + kFours) * kThreads * 4;
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
@@ -44,7 +54,7 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
           make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
     }
     if constexpr (Traits::kHasMaxScores) {
-      *reinterpret_cast<float2*>(own + kLargest) = make_float2(largest[0], largest[1]);
+      *reinterpret_cast<float2*>(own + kLargest) = make_float2(scores.largest[0], scores.largest[1]);
     }
   }
   __syncwarp();
@@ -65,13 +75,13 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
     row_max[1] = fmaxf(row_max[1], top.y);
   }
   if constexpr (Traits::kHasMaxScores) {
-    largest[0] = largest[1] = -INFINITY;
+    scores = {};
 #pragma unroll 1
     for (int i = 0; i < p.num_splits; ++i) {
       const float* const from = first + static_cast<int64_t>(i) * kSplitFloats<Traits> + kLargest;
       const float2 top = *reinterpret_cast<const float2*>(from);
-      largest[0] = max_or_nan(largest[0], top.x);
-      largest[1] = max_or_nan(largest[1], top.y);
+      scores.largest[0] = max_or_nan(scores.largest[0], top.x);
+      scores.largest[1] = max_or_nan(scores.largest[1], top.y);
     }
   }
   row_sum[0] = row_sum[1] = 0.0f;
