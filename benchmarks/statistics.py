@@ -1,8 +1,9 @@
 """Times numbers about the probabilities in 16 bits, beside the forward pass: `python -m benchmarks.statistics`.
 
-The rows are both passes with the largest scores, and with the entropies, and sums of the probability that each key
-receives. The last one is the teacher of a selector, a quarter of 1,128,1,32768 in lists of 2048 keys. Calls of a row
-are timed in turns. Each number is compared with fp64: of one head, or of some rows of lists.
+The first rows are both passes on triton, with the largest scores and with the entropies. Then come forward passes with
+the largest scores on the backend that "auto" takes, and sums of the probability that each key receives. The last row is
+the teacher of a selector, a quarter of 1,128,1,32768 in lists of 2048 keys. Calls of a row are timed in turns. Each
+number is compared with fp64: of one head, or of some rows of lists.
 
     python -m benchmarks.statistics                # a GPU: two minutes
     python -m benchmarks.statistics --only sums    # the rows with this word in their name
@@ -82,11 +83,14 @@ def error_of_rows(q: Tensor, k: Tensor, is_causal: bool, run: Callable[[], tuple
     return off(run()[1][0, 0], torch.cat(exact))
 
 
-def passes(device: torch.device, sizes: tuple[int, ...], is_causal: bool, backend: Any) -> list[Row]:
-    """Both passes without a number, with the largest scores, and with entropies, which have a gradient."""
+def passes(device: torch.device, sizes: tuple[int, ...], is_causal: bool, backend: Any, entropy: bool) -> list[Row]:
+    """Both passes without a number, with the largest scores, and with entropies, which have a gradient.
+
+    Without `entropy` it is the forward pass, with the largest scores.
+    """
     q, k, v = drawn(device, sizes, sizes, sizes, grad=True)
     shared: dict[str, Any] = {"is_causal": is_causal, "backend": backend}
-    named = f"{','.join(map(str, sizes))}{', causal' if is_causal else ''}"
+    named = f"{','.join(map(str, sizes))}{', causal' if is_causal else ''} on {backend}"
     dout, sent = torch.randn_like(q), torch.randn(sizes[0], sizes[2], sizes[1], device=device)
 
     def call(**asked: bool) -> tuple[Tensor, ...]:
@@ -105,12 +109,16 @@ def passes(device: torch.device, sizes: tuple[int, ...], is_causal: bool, backen
         return lambda: torch.autograd.grad(results, (q, k, v), sends, retain_graph=True)
 
     ways: list[tuple[str, dict[str, bool], float | None]] = [("without", {}, None)]
-    ways += [("max", {"max_scores": True}, 1.01), ("entropy", {"entropy": True}, 1.03)]
+    ways.append(("max", {"max_scores": True}, 1.01 if entropy else 1.02))
+    if entropy:
+        ways.append(("entropy", {"entropy": True}, 1.03))
     forward = []
     for name, asked, goal in ways:
         run = partial(without_graph, **asked)
         error = partial(error_of_rows, q, k, is_causal, run, name) if asked else None
         forward.append(Line(name, run, goal, error))
+    if not entropy:
+        return [Row(f"forward {named}", forward)]
     backward = [Line(name, gradients(**asked), goal) for name, asked, goal in ways]
     return [Row(f"forward {named}", forward), Row(f"backward {named}", backward)]
 
@@ -176,9 +184,11 @@ def teacher(device: torch.device, sizes: tuple[int, ...]) -> Row:
 def rows_of(device: torch.device, quick: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what makes the rows, by name; no tensor exists before its row is timed."""
     length, backend = (128, "auto") if quick else (4096, "triton")
+    heads = 4 if quick else 16
     made: dict[str, Callable[[], list[Row]]] = {
-        f"passes {dim} {is_causal}": partial(passes, device, (2, length, 4 if quick else 16, dim), is_causal, backend)
-        for dim in (64, 128)
+        f"{name} {dim} {is_causal}": partial(passes, device, (2, length, heads, dim), is_causal, each, name == "passes")
+        for name, each, dims in (("passes", backend, (64, 128)), ("largest", "auto", (64, 128, 256)))
+        for dim in dims
         for is_causal in (False, True)
     }
     wide, snap = (256, 512) if quick else (16384, 32768)
@@ -215,7 +225,9 @@ def show(row: Row, device: torch.device) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="WORD", help="rows with this word in their name: passes, sums or teacher")
+    parser.add_argument(
+        "--only", metavar="WORD", help="rows with this word in their name: passes, largest, sums or teacher"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)

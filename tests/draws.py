@@ -416,8 +416,13 @@ def smaller(case: Case) -> Case:
 ROWS = ("max_scores", "entropy")
 
 
-def asked_of(number: int, backend: str) -> tuple[str, ...]:
-    """The results besides out and lse that a call of a number asks for, and a backend has."""
+def asked_of(number: int, backend: str, is_plain: bool) -> tuple[str, ...]:
+    """The results besides out and lse that a call of a number asks for, and a backend has.
+
+    Only plain calls ask cuda, which has them beside no mask, bias, dropout or pages.
+    """
+    if backend == "cuda" and not is_plain:
+        return ()
     asked = random.Random(f"aux {number}").choice(((), (), (), (), ROWS[:1], ROWS))
     return tuple(name for name in asked if name in BACKENDS[backend].features)
 
@@ -425,7 +430,9 @@ def asked_of(number: int, backend: str) -> tuple[str, ...]:
 def asking(drawn: Drawn, backend: str) -> Drawn:
     """The call, asking for the numbers about its rows that a backend has; one of three does if its data are centred."""
     case = drawn.case
-    return drawn if case.data != "centred" else drawn._replace(case=case.with_(aux=asked_of(case.seed, backend)))
+    is_plain = not any((case.mask, case.bias, case.relative, case.dropout_p))
+    aux = asked_of(case.seed, backend, is_plain) if case.data == "centred" else ()
+    return drawn._replace(case=case.with_(aux=aux))
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {

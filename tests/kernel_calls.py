@@ -10,6 +10,7 @@ its end is seen.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -119,9 +120,13 @@ RELATIVE_CALLS = (
     (RELATIVE.with_(head_dim=128, dtype=FP16, mask=FULL, needs_grad=ALL), 1),
 )
 
+LARGEST = Case(dtype=BF16, seqlen_q=330, seqlen_k=410, needs_grad=(), aux=("max_scores",))
+
 
 def drawn_of_cuda() -> Iterator[Sanitized]:
-    """Candidates: small calls, a third with keys shared among blocks, then calls of much work."""
+    """Candidates: the largest scores, small calls, a third with keys shared among blocks, then calls of much work."""
+    for (head_dim, head_dim_v), splits in itertools.product(INSTANCES, (1, 3)):
+        yield Sanitized(Drawn(LARGEST.with_(head_dim=head_dim, head_dim_v=head_dim_v)), splits)
     for number in range(2400):
         drawn = draws.draw_cuda(number)
         splits = random.Random(f"splits {number}").choice((1, 1, 3))
@@ -151,6 +156,8 @@ def reached_by(call: Sanitized) -> Reached:
     reached: Reached = {("forward", dims, form, has_mask), ("dtype", instance)}
     if call.num_kv_splits > 1:
         reached = {("parts", dims, form, has_mask)}
+    if case.aux:
+        reached.add(("largest", dims, call.num_kv_splits > 1))
     if not any(problem.needs_grad):
         return reached
     schedule, form = schedule_of(problem), backward_form(problem)

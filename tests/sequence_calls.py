@@ -117,7 +117,9 @@ def simpler(call: SequenceCall) -> Iterator[SequenceCall]:
 
 def asking(call: SequenceCall, backend: str) -> SequenceCall:
     """The call, asking for numbers about its rows if its data are centred: see `draws.asking`."""
-    aux = draws.asked_of(call.seed, backend) if call.data == "centred" else ()
+    is_plain = call.mask is None and call.bias is None and call.sequences.block_table is None
+    is_plain = is_plain and not call.flags.get("dropout_p")
+    aux = draws.asked_of(call.seed, backend, is_plain) if call.data == "centred" else ()
     heads, rows = call.q.shape[-2], call.q.shape[:-2]
     shape = (heads, *rows) if call.packs_queries else (rows[0], heads, rows[1])
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32

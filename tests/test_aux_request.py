@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import AuxOutput, AuxRequest, Sequences, attention
 from flash_dmattn.backends import eager
+from flash_dmattn.biases import Relative
 from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import PreparedMask
 
@@ -213,10 +214,33 @@ def test_backends_without_them_refuse_and_auto_goes_on() -> None:
         assert flash_dmattn.explain(q, k, v, return_aux=request).forward == "eager"
         x = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         on_gpu = flash_dmattn.explain(x, x, x, return_aux=request, device="sm_90")
-        # The largest scores have no gradient, so any backward pass serves.
-        serves = DEVICE == "cpu" or registry.BACKENDS["cuda"].probe().usable
-        assert (on_gpu.forward, on_gpu.backward) == ("triton", "cuda" if name == "max_scores" and serves else "triton")
+        serves = name == "max_scores" and (DEVICE == "cpu" or registry.BACKENDS["cuda"].probe().usable)
+        assert (on_gpu.forward, on_gpu.backward) == (("cuda", "cuda") if serves else ("triton", "triton"))
         assert f"{name} is set" in str(on_gpu)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "causal": {"is_causal": True},
+    "sequences": {"sequences": Sequences.padded(seqlens_k=torch.empty(2, dtype=torch.int32, device="meta"))},
+    "a mask": {"mask": torch.empty(2, 1, 4096, 4096, dtype=torch.bool, device="meta")},
+    "a bias": {"bias": torch.empty(2, 16, 4096, 4096, dtype=torch.bfloat16, device="meta")},
+    "a bias by distance": {"bias": Relative(torch.empty(16, 257, device="meta"), 128, "clamp")},
+    "dropout": {"dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_takes_cuda_with_the_largest_score_where_its_kernels_write_it(name: str) -> None:
+    """The backward pass is that of a call that does not ask."""
+    x = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    plain, asking = (
+        flash_dmattn.explain(x, x, x, **CHOICES[name], **more, device="sm_90")
+        for more in ({"return_lse": True}, {"return_aux": AuxRequest(lse=True, max_scores=True)})
+    )
+    is_written = name in ("dense", "causal", "sequences")
+    assert (asking.forward, asking.backward) == (plain.forward if is_written else "triton", plain.backward)
+    assert DEVICE != "cpu" or plain.forward == "cuda"
 
 
 def test_layouts_of_sequences_and_batches() -> None:

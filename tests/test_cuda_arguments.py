@@ -124,7 +124,8 @@ def sequences(*, packs: bool, **others: Any) -> dict[str, Any]:
 
 def number_is_free(arguments: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     """The number of sequences, where nothing else has it."""
-    return (("bounds", 0),) if arguments["is_packed"] and arguments["bias_packing"] > 0 else ()
+    has_number = not arguments["is_packed"] or (arguments["bias"] is not None and arguments["bias_packing"] == 0)
+    return () if has_number else (("bounds", 0),)
 
 
 def forward_sequences(*, packs: bool, **others: Any) -> Call:
@@ -155,6 +156,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
     "forward by place": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS), key_order=places()),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
+    "forward largest": lambda: forward(max_scores=draw(BATCH, HEADS, QUERIES, dtype=torch.float32)),
     "forward distances": lambda: forward(mask=tiles()[:2], **distances())._replace(free=(("bias", 3),)),
     "backward distances": lambda: backward(**distances())._replace(free=(("bias", 3),)),
     "backward tiles": lambda: backward(
@@ -167,6 +169,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "forward packed": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward queries": lambda: forward_sequences(packs=True, most_k=72, bias=draw(*OF_QUERIES), bias_packing=1),
     "forward keys": lambda: forward_sequences(packs=True, bias=draw(*OF_KEYS), bias_packing=2),
+    "packed largest": lambda: forward_sequences(packs=True, max_scores=draw(1, HEADS, 130, dtype=torch.float32)),
     "forward padded": lambda: forward_sequences(packs=False, most_k=72, bias=draw(*OF_POSITIONS)),
     "forward pages": lambda: forward_sequences(
         packs=False,
@@ -292,10 +295,17 @@ def test_each_tensor_changed_alone_is_refused(backend: Runner, name: str) -> Non
         else:
             accepted.append(change)
     # Packed tokens may come without the one entry of a batch.
-    tokens = ("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv")
+    tokens = ("q", "k", "v", "out", "lse", "max_scores", "dout", "dlse", "delta", "dq", "dk", "dv")
     may_miss = [name for name in call.arguments if call.arguments.get("is_packed") and name in tokens]
     assert accepted == [f"{name}: missing dim" for name in may_miss]
     call.run()
+
+
+@pytest.mark.parametrize("name", ("forward tiles", "forward intervals", "forward dropout", "forward pages"))
+def test_kernels_that_write_no_largest_scores(backend: Runner, name: str) -> None:
+    call = CALLS[name]()
+    with pytest.raises(RuntimeError, match="max_scores is for calls without a mask, bias, dropout and pages"):
+        call.run(max_scores=torch.empty_like(call.arguments["lse"], dtype=torch.float32))
 
 
 def test_counters_of_a_call(backend: Runner) -> None:

@@ -94,6 +94,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "dropout": (6, ("test_cuda_dropout.py",)),
     "a bias by distance": (2, ("test_cuda_relative.py",)),
     "making masks": (4, ("test_cuda_pack.py",)),
+    "largest scores": (4, ("test_cuda_max_scores.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
     "dbias in a larger tensor": (2, ("test_cuda_dbias_out.py",)),
     "calls that random ones rarely are": (3, ("test_cuda_rare.py",)),

@@ -68,6 +68,7 @@ def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert by_kind["forward"] == {(*each, has_mask) for each in forward for has_mask in flags}
     parts = [(dims, form) for dims, form in forward if dims in narrow and form != "strided"]
     assert by_kind["parts"] >= {(*each, has_mask) for each in parts for has_mask in flags}
+    assert by_kind["largest"] >= {*itertools.product(INSTANCES, [False]), *itertools.product(narrow, [True])}
     summed = [instance for instance in ALL_INSTANCES if instance[:2] in narrow]
     assert by_kind["backward"] == {
         *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),

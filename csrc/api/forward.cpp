@@ -50,6 +50,7 @@ struct ForwardArguments {
   const std::optional<Tensor>&bias, &sink;
   const Tensor &out, &lse;
   double softmax_scale, softcap;
+  const std::optional<Tensor>& max_scores;
   const SequenceCall* sequences = nullptr;  // null in a dense call; the members below are for dense calls alone
   std::vector<Tensor> mask{};
   int64_t low = 0, high = 0, num_splits = 1;
@@ -239,6 +240,11 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q},
               params.has_wide_lse ? ScalarType::Double : ScalarType::Float, call.q);
   params.lse = call.lse.mutable_data_ptr();
+  if (call.max_scores.has_value()) {
+    check_array(op, *call.max_scores, "max_scores", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float,
+                call.q);
+    params.max_scores = static_cast<float*>(call.max_scores->mutable_data_ptr());
+  }
   if (sequences != nullptr) {
     params.sequences = sequence_params(op, *sequences, sizes, call.bias, call.q);
     if (has_pages) {
@@ -264,6 +270,9 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   CHECK_FOR(op, !variant.has_dropout || takes_dropout(variant.bias), "dropout has no kernel for a bias by distance");
   variant.has_one_mask_row = call.one_mask_row;
   variant.has_pages = has_pages;
+  variant.has_max_scores = params.max_scores != nullptr;
+  CHECK_FOR(op, !variant.has_max_scores || (!call.bias.has_value() && call.mask.empty() && !variant.has_dropout && !has_pages),
+            "max_scores is for calls without a mask, bias, dropout and pages");
   variant.queries = sequences == nullptr ? rows.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
   return variant;
 }
@@ -294,7 +303,7 @@ void describe_operands(const ForwardArguments& call, const Sizes& sizes, const F
   if (!call.mask.empty()) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
 }
 
-// Writes out and lse.
+// Writes out, lse and max_scores.
 void forward(const ForwardArguments& call) {
   const char* const op = call.op;
   const SequenceCall* const sequences = call.sequences;
@@ -334,11 +343,13 @@ void forward(const ForwardArguments& call) {
 // Calls that follow an IntervalMask have its key_order. k, v and a bias per key are in the caller's order.
 // The packer of a mask may have made `fresh` for this call. First it has counters of 0, which the call uses up if it needs
 // no more of them. k, v and a bias per key in the order of keys may follow.
+// max_scores: (B, Hq, Lq) in fp32, for the largest score of each row of a call without a mask, bias and dropout.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
                     bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift,
-                    std::optional<Tensor> key_order, std::vector<Tensor> fresh) {
+                    std::optional<Tensor> key_order, std::vector<Tensor> fresh,
+                    std::optional<Tensor> max_scores) {
   constexpr const char* kName = "cuda_forward_kernel";
   std::optional<Tensor> counters;
   if (!fresh.empty()) counters = fresh[0];
@@ -361,7 +372,7 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
     v = std::move(made.v);
     bias = std::move(made.bias);
   }
-  ForwardArguments call{kName, q, k, v, bias, sink, out, lse, softmax_scale, softcap};
+  ForwardArguments call{kName, q, k, v, bias, sink, out, lse, softmax_scale, softcap, max_scores};
   call.mask = std::move(mask);
   call.low = low;
   call.high = high;
@@ -378,17 +389,19 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
 
 // Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k
 // and v lie next to each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (Hq, Tq) or (1, Hq, Tq),
-// or (S, Hq, Lq). bias is 4-D, and BiasPacking says how it is packed.
+// or (S, Hq, Lq). max_scores lies as lse does; its rows of no sequence are not written. bias is 4-D, and BiasPacking says
+// how it is packed.
 void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
                        std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
                        int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
-                       double softmax_scale, double softcap) {
+                       double softmax_scale, double softcap, std::optional<Tensor> max_scores) {
   if (is_packed) {
     for (Tensor* x : {&q, &k, &v, &out}) as_entry(*x, 4);
     as_entry(lse, 3);
+    if (max_scores.has_value()) as_entry(*max_scores, 3);
   }
   const SequenceCall sequences{bounds, block_table, is_packed, bias_packing, most_q, most_k, left, right};
-  forward({"cuda_forward_sequences", q, k, v, bias, sink, out, lse, softmax_scale, softcap, &sequences});
+  forward({"cuda_forward_sequences", q, k, v, bias, sink, out, lse, softmax_scale, softcap, max_scores, &sequences});
 }
 
 template <class Library>
@@ -406,11 +419,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
       "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift, Tensor? key_order, "
-      "Tensor(c!)[] fresh) -> ()");
+      "Tensor(c!)[] fresh, Tensor(d!)? max_scores=None) -> ()");
   m.def(
       "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
       "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "
-      "int right, float softmax_scale, float softcap) -> ()");
+      "int right, float softmax_scale, float softcap, Tensor(c!)? max_scores=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) { implement(m); }

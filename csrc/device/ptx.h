@@ -346,6 +346,13 @@ __device__ __forceinline__ void st_global_v4(void* to, const uint32_t (&words)[4
                : "memory");
 }
 
+// NaN if one of both is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -22,7 +22,7 @@ Direction = Literal["forward", "backward", "tangents"]
 _HINTS = {
     **dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes"),
     "lists": "PreparedMask.from_mask(mask.dense()) has a bit for each pair, which it may take",
-    "max_scores": '"triton", "flex" and "eager" have it',
+    "max_scores": '"cuda", "triton", "flex" and "eager" have it',
     "entropy": '"triton" and "eager" have it',
     "list_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
 }

@@ -14,7 +14,7 @@
 namespace flash_dmattn {
 
 template <class Traits>
-struct Consumer {
+struct Consumer : LargestScores<Traits::kHasMaxScores> {
   using Element = typename Traits::Element;
   using Work = WorkTile<Traits::kHasSequences>;
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockN = Traits::kBlockN;
@@ -30,7 +30,7 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
+  bool has_negative, is_great;  // some row of the warp compares negative bits; see softmax
   // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
   // negative, or NaN, as it is of great rows.
   static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;
@@ -250,19 +250,32 @@ struct Consumer {
   // the GPU compares three in one instruction. The greatest float has the greatest bits, signed, if it is positive, and
   // the least bits, unsigned, if all are negative: each comparison is right on its side of 0. A negative NaN is left out;
   // its probability tells.
-  __device__ __forceinline__ static bool exceeds_positive(const float (&scores)[kScores], int r, float bound) {
-    int top = __float_as_int(scores[2 * r]);
+  //
+  // The largest score so far is not above the bound. So with kHasMaxScores a comparison begins with it, and leaves the
+  // largest score in its place with no instruction more, if all lie on its side of 0. There the largest and not the bound
+  // chooses the side, and 0 after negative scores is above any bound: `raise_maxima` then finds the largest score.
+  __device__ __forceinline__ float largest_or(int r, float other) const {
+    if constexpr (Traits::kHasMaxScores) return this->largest[r];
+    return other;
+  }
+  __device__ __forceinline__ bool exceeds_positive(const float (&scores)[kScores], int r, float bound) {
+    int top = __float_as_int(largest_or(r, scores[2 * r]));
 #pragma unroll
     for (int c = 0; c < kScores / 4; ++c) {
       top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
     }
+    if constexpr (Traits::kHasMaxScores) this->largest[r] = __int_as_float(top);
     return !(__int_as_float(top) <= bound);
   }
-  __device__ __forceinline__ static bool exceeds_negative(const float (&scores)[kScores], int r, float bound) {
-    unsigned top = __float_as_uint(scores[2 * r]);
+  __device__ __forceinline__ bool exceeds_negative(const float (&scores)[kScores], int r, float bound) {
+    unsigned top = __float_as_uint(largest_or(r, scores[2 * r]));
 #pragma unroll
     for (int c = 0; c < kScores / 4; ++c) {
       top = min(min(top, __float_as_uint(scores[4 * c + 2 * r])), __float_as_uint(scores[4 * c + 2 * r + 1]));
+    }
+    if constexpr (Traits::kHasMaxScores) {
+      this->largest[r] = __uint_as_float(top);
+      return top < max(__float_as_uint(bound), __float_as_uint(-0.0f) + 1);
     }
     return top < __float_as_uint(bound);
   }
@@ -304,7 +317,8 @@ struct Consumer {
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        is_above |= bound[r] < 0.0f ? exceeds_negative(scores, r, bound[r]) : exceeds_positive(scores, r, bound[r]);
+        is_above |= largest_or(r, bound[r]) < 0.0f ? exceeds_negative(scores, r, bound[r])
+                                                   : exceeds_positive(scores, r, bound[r]);
       }
     }
     const bool needs_rescale = __any_sync(0xffffffffu, is_above);
@@ -336,6 +350,16 @@ struct Consumer {
     return needs_rescale;
   }
 
+  // Kernels with kHasMaxScores tell of NaN, others leave it out.
+  __device__ __forceinline__ static float larger(float x, float y) {
+    if constexpr (Traits::kHasMaxScores) return max_or_nan(x, y);
+    return fmaxf(x, y);
+  }
+  __device__ __forceinline__ static float quad_larger(float x) {
+    x = larger(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return larger(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+
   // Raises row_max to the greatest score so far, with all that follows from it.
   __device__ __forceinline__ void raise_maxima(const float (&scores)[kScores], float (&rescale)[2]) {
     constexpr float kSlack = 8.0f;
@@ -345,12 +369,13 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = threshold[r] == -INFINITY ? -INFINITY : row_max[r];
-      float top = before;
+      float top = largest_or(r, before);
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
-        top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
+        top = larger(top, larger(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       }
-      top = quad_max(top);
+      top = quad_larger(top);
+      if constexpr (Traits::kHasMaxScores) this->largest[r] = top + 0.0f;  // not -0, which has negative bits
       const bool raises = !(top <= threshold[r]);  // not because another row does
       // A row with no key so far has a row_sum of 0, and out may be rescaled by anything.
       rescale[r] = raises ? exp2_approx((before - top) * scale) : 1.0f;
@@ -359,7 +384,7 @@ struct Consumer {
         row_max[r] = top;
         threshold[r] = fmaf(kSlack / kLog2e, p.inverse_scale, top);
       }
-      is_negative |= threshold[r] < 0.0f;
+      is_negative |= largest_or(r, threshold[r]) < 0.0f;
       const bool is_great_row = has_great_shift(row_max[r]);
       has_great |= is_great_row;
       if (!kComparesNegative && is_great_row) threshold[r] = kAlwaysExceeded;
@@ -438,6 +463,19 @@ struct Consumer {
     }
   }
 
+  // Writes the largest scores of the thread's rows, as natural scores without the sink.
+  __device__ __forceinline__ void store_max_scores(const Work& work, int64_t first_lse, int64_t lse_step) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = quad_larger(this->largest[r]);
+      // A sum of NaN tells of the negative NaN that comparisons leave out; with a score of inf it tells nothing.
+      const float sum = quad_sum(row_sum[r]);
+      if (sum != sum && top != INFINITY) top = NAN;
+      const bool exists = work.first_row + row_of_warp + 8 * r < seqlen_q_of(p, work);
+      if (exists && lane % 4 == 0) p.max_scores[first_lse + r * lse_step] = top * p.scale;
+    }
+  }
+
   // Writes out and lse of the work tile.
   __device__ __forceinline__ void epilogue(const WorkItem<Traits>& item) {
     const Work& work = item.work;
@@ -465,6 +503,7 @@ struct Consumer {
     const int64_t lse_step = shift > 3 ? 8 * static_cast<int64_t>(queries) : 8 >> shift;
     const int64_t out_step = shift > 3 ? 8 * head_step : (8 >> shift) * row_step;
     const int64_t first_lse = item.first_lse + query + static_cast<int64_t>(head) * queries;
+    if constexpr (Traits::kHasMaxScores) store_max_scores(work, first_lse, lse_step);
     Element* const out_to =
         static_cast<Element*>(p.out) + item.first_out + query * row_step + head * head_step + 8 * (lane % 4);
 #pragma unroll
@@ -636,7 +675,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     std::conditional_t<(Traits::kDv > 128), const Walk<Traits>&, const Walk<Traits>> walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
-        p,           shared,       group,        lane,         row_of_warp,
+        {},          p,           shared,       group,        lane,         row_of_warp,
         pipe_q.stage, out,         {0.0f, 0.0f}, {0.0f, 0.0f}, {-INFINITY, -INFINITY},
         true,        false,        bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
@@ -657,7 +696,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
           if (consumer.threshold[r] == -INFINITY) consumer.row_max[r] = -INFINITY;
         }
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
-                                            consumer.row_sum);
+                                            consumer.row_sum, consumer);
       }
     }
     if (has_result) consumer.epilogue(item);

@@ -8,34 +8,36 @@ namespace {
 
 constexpr int kD = FLASH_DMATTN_HEAD_DIM, kDv = FLASH_DMATTN_HEAD_DIM_V;
 
-template <Bias kBias, MaskForm kMask, int kConsumers, bool kHasDropout = false, bool kHoldsBias = false>
-using TraitsOf =
-    ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers, false, false, kHasDropout, kHoldsBias>;
+template <Bias kBias, MaskForm kMask, int kConsumers, bool kMaxScores = false, bool kHasDropout = false,
+          bool kHoldsBias = false>
+using TraitsOf = ForwardTraits<FLASH_DMATTN_ELEMENT, kD, kDv, kBias, kMask, kConsumers, false, false, kHasDropout,
+                               kHoldsBias, kMaxScores>;
 
 // Calls f with the traits of the kernel that serves a call of so many queries. Kernels with dropout have two consumers,
 // for the registers that Philox takes; the caller has found them to be there.
 template <class F>
 auto with_traits(const ForwardVariant& variant, F f) {
   const int seqlen_q = static_cast<int>(variant.queries);
-  const auto call = [&](auto bias_form, auto mask_form) {
+  const auto call = [&](auto bias_form, auto mask_form, auto max_scores) {
     constexpr Bias kBias = decltype(bias_form)::value;
     constexpr MaskForm kMask = decltype(mask_form)::value;
-    if constexpr (has_dropout_kernels(kD, kDv) && takes_dropout(kBias)) {
-      if (variant.has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
+    constexpr bool kMax = decltype(max_scores)::value;
+    if constexpr (has_dropout_kernels(kD, kDv) && takes_dropout(kBias) && !kMax) {
+      if (variant.has_dropout) return f(TraitsOf<kBias, kMask, 2, false, true>{});
     }
     constexpr int kMost = most_consumers(kD, kDv, kBias, kMask);
     if constexpr (kMost == 4 && kBias == Bias::kTile && kMask == MaskForm::kNone) {
       if (variant.holds_bias) {
-        if (consumers_for(seqlen_q, 4, kMask) == 4) return f(TraitsOf<kBias, kMask, 4, false, true>{});
-        return f(TraitsOf<kBias, kMask, 3, false, true>{});
+        if (consumers_for(seqlen_q, 4, kMask) == 4) return f(TraitsOf<kBias, kMask, 4, false, false, true>{});
+        return f(TraitsOf<kBias, kMask, 3, false, false, true>{});
       }
     }
     if constexpr (kMost > 2) {
       const int consumers = kMask == MaskForm::kNone || variant.has_one_mask_row ? consumers_for(seqlen_q, kMost, kMask) : 2;
-      if (consumers == kMost) return f(TraitsOf<kBias, kMask, kMost>{});
-      if (consumers == 3) return f(TraitsOf<kBias, kMask, 3>{});
+      if (consumers == kMost) return f(TraitsOf<kBias, kMask, kMost, kMax>{});
+      if (consumers == 3) return f(TraitsOf<kBias, kMask, 3, kMax>{});
     }
-    return f(TraitsOf<kBias, kMask, 2>{});
+    return f(TraitsOf<kBias, kMask, 2, kMax>{});
   };
   if constexpr (has_float_tile_kernels(kD, kDv)) {
     if (has_float_tiles(variant.bias)) {
@@ -47,7 +49,13 @@ auto with_traits(const ForwardVariant& variant, F f) {
     }
   }
   return with_mask_form(variant.mask, [&](auto form) {
-    return with_bias_form<kD, kDv, decltype(form)::value>(variant.bias, [&](auto bias) { return call(bias, form); });
+    constexpr MaskForm kMask = decltype(form)::value;
+    return with_bias_form<kD, kDv, kMask>(variant.bias, [&](auto bias) {
+      if constexpr (has_max_scores_kernels(decltype(bias)::value, kMask)) {
+        if (variant.has_max_scores) return call(bias, form, std::true_type{});
+      }
+      return call(bias, form, std::false_type{});
+    });
   });
 }
 

@@ -45,6 +45,11 @@ inline bool can_hold_bias(int head_dim, int head_dim_v, Bias bias, int seqlen_q,
          seqlen_k <= held_keys(consumers_for(seqlen_q, 4, MaskForm::kNone));
 }
 
+// Whether there are kernels that write the largest scores, too. They have neither dropout nor pages.
+constexpr bool has_max_scores_kernels(Bias bias, MaskForm mask) {
+  return bias == Bias::kNone && mask == MaskForm::kNone;
+}
+
 // Chooses one of an instance's kernels. The bias is kNone or kVector if the mask is of intervals. A call with sequences
 // has no mask, and its bias is not kStrided.
 struct ForwardVariant {
@@ -53,7 +58,7 @@ struct ForwardVariant {
   int64_t queries;        // of a batch entry, or of a sequence on the mean
   bool has_one_mask_row;  // All queries see the same keys.
   bool holds_bias;        // Blocks keep their bias for batch entries that share it; can_hold_bias has to allow that.
-  bool has_dropout, has_pages;
+  bool has_dropout, has_pages, has_max_scores;
 };
 
 // Defined for the dtypes and head dims of the build. Both launch on the current device and return the launch's error;

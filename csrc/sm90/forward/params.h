@@ -56,6 +56,8 @@ struct ForwardParams : AttentionSizes {
   DropoutParams dropout;
 
   Distances distances;  // of a bias that is read as a window
+
+  float* max_scores;  // the largest score of each row, where lse lies, of kernels with kHasMaxScores
 };
 
 }  // namespace flash_dmattn

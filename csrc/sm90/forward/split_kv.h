@@ -14,21 +14,31 @@
 
 namespace flash_dmattn {
 
+// The largest score of each of a thread's two rows so far, among the scores of the thread or of the row; NaN if one is.
+// Kernels without kHasMaxScores lack the member, because it would change the order of their code.
+template <bool kHasMaxScores>
+struct LargestScores {};
+template <>
+struct LargestScores<true> {
+  float largest[2] = {-INFINITY, -INFINITY};
+};
+
 // Layout of a split, in fours of floats per thread: first the maxima and sums of its two rows, then its elements of
-// out. The maximum of a row without a key is -inf.
+// out, last its largest scores of both in kernels with kHasMaxScores. The maximum of a row without a key is -inf.
 template <class Traits>
 constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
-constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
+constexpr int kSplitFloats = (1 + Traits::kDv / 8 + (Traits::kHasMaxScores ? 1 : 0)) * 4 * 32 * kSplitWarps<Traits>;
 
 // Takes out, row_max and row_sum of the split, and `row`, the first of the thread's two rows. The threads of a row pass one
-// row_max, -inf if the row has no key so far, and each its share of row_sum. Returns true in the warp that has combined all
-// splits of the work tile; false in the others, and in warps without rows.
+// row_max, -inf if the row has no key so far, and each its share of row_sum and largest. Returns true in the warp that has
+// combined all splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
-                                               float (&row_sum)[2]) {
-  constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>;
+                                               float (&row_sum)[2],
+                                               LargestScores<Traits::kHasMaxScores>& scores) {
+  constexpr int kFours = Traits::kDv / 8, kThreads = 32 * kSplitWarps<Traits>, kLargest = (1 + kFours) * kThreads * 4;
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
   if (__shfl_sync(0xffffffffu, row, 0) >= p.seqlen_q) return false;
   const bool exists = row < p.seqlen_q;  // row + 8 may not: then what it leaves is not read as a result
@@ -42,6 +52,9 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
     for (int i = 0; i < kFours; ++i) {
       *reinterpret_cast<float4*>(own + (1 + i) * kThreads * 4) =
           make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+    }
+    if constexpr (Traits::kHasMaxScores) {
+      *reinterpret_cast<float2*>(own + kLargest) = make_float2(scores.largest[0], scores.largest[1]);
     }
   }
   __syncwarp();
@@ -60,6 +73,16 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
     const float2 top = *reinterpret_cast<const float2*>(first + static_cast<int64_t>(i) * kSplitFloats<Traits>);
     row_max[0] = fmaxf(row_max[0], top.x);
     row_max[1] = fmaxf(row_max[1], top.y);
+  }
+  if constexpr (Traits::kHasMaxScores) {
+    scores = {};
+#pragma unroll 1
+    for (int i = 0; i < p.num_splits; ++i) {
+      const float* const from = first + static_cast<int64_t>(i) * kSplitFloats<Traits> + kLargest;
+      const float2 top = *reinterpret_cast<const float2*>(from);
+      scores.largest[0] = max_or_nan(scores.largest[0], top.x);
+      scores.largest[1] = max_or_nan(scores.largest[1], top.y);
+    }
   }
   row_sum[0] = row_sum[1] = 0.0f;
 #pragma unroll

@@ -8,7 +8,8 @@
 namespace flash_dmattn {
 
 template <class T, int kHeadDim, int kHeadDimV, Bias kBiasForm, MaskForm kMaskForm, int kNumConsumers,
-          bool kOfSequences = false, bool kInPages = false, bool kDropout = false, bool kHeldBias = false>
+          bool kOfSequences = false, bool kInPages = false, bool kDropout = false, bool kHeldBias = false,
+          bool kMaxScores = false>
 struct ForwardTraits {
   using Element = T;
   static constexpr int kD = kHeadDim, kDv = kHeadDimV;
@@ -18,6 +19,8 @@ struct ForwardTraits {
   // Keys in pages have kernels of their own, in which another warp loads them.
   static constexpr bool kHasPages = kInPages;
   static constexpr bool kHasDropout = kDropout;
+  // Kernels that write the largest score of each row, too: others have no registers to spare for it.
+  static constexpr bool kHasMaxScores = kMaxScores;
 
   // A consumer has the 64 rows of one wgmma. The more consumers there are, the better they hide each other's softmax,
   // and the more rows share a tile of k and v.
@@ -85,6 +88,8 @@ struct ForwardTraits {
   static_assert(!kHoldsBias || (kBias == Bias::kTile && kIsNarrow && !kHasMask && !kHasDropout && !kHasSequences),
                 "where there are kernels that hold their bias");
   static_assert(!kHasPages || (kHasSequences && kBlockN == kTile), "boxes of pages make up a block of keys");
+  static_assert(!kHasMaxScores || (has_max_scores_kernels(kBias, kMaskForm) && !kHasDropout && !kHasPages),
+                "where there are kernels with the largest scores");
 };
 
 }  // namespace flash_dmattn

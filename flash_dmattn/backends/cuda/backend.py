@@ -74,7 +74,7 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
-    | {"sequences", "paged", "dropout_p", "lists", "relative_bias"},
+    | {"sequences", "paged", "dropout_p", "lists", "relative_bias", "max_scores"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -63,12 +63,13 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
     choice = MaskChoice() if p.mask_form == "none" else prepared_form(rows, gathers=False)
     attend = plan(rows._replace(mask_form=choice.form))
 
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor, *largest: Tensor) -> None:
         q, k, v, out, lse = as_rows(x.q, x.k, x.v, out, lse, first, stop)
         mask = x.mask
         if mask.dense is not None:
             mask = view_of(rows, choice, scores(mask.dense))
-        attend(Inputs(q, k, v, mask, None if x.bias is None else scores(x.bias)), out, lse)
+        bias = None if x.bias is None else scores(x.bias)
+        attend(Inputs(q, k, v, mask, bias), out, lse, *(each.view(lse.shape) for each in largest))
 
     return run
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, Flags, bias_class, collapse, fits_tma
-from ...problem.inputs import Inputs
 
-Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
+# (inputs, out, lse) -> None; a fourth tensor gets the maximum scores of rows. It writes these tensors.
+Attend = Callable[..., None]
 
 
 class Kernels(NamedTuple):

@@ -56,16 +56,16 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return sequences.plan_forward(p)
     outputs, attend = allocate_outputs(p), _plan_attend(p)
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = outputs(x.q)
-        attend(x, out, lse)
-        return out, lse
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
+        results = outputs(x.q)
+        attend(x, *results)
+        return results
 
     return forward
 
 
 def _plan_attend(p: AttentionProblem) -> Attend:
-    """Plan the function that writes out and lse."""
+    """Plan the function that writes out, lse and the maximum scores."""
     if part_size(p) != p.batch:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
@@ -78,7 +78,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     numbers, has_keys = (one_mask_row, *_distances(p), group_shift(p)), p.bias_class == "key"
     attend, is_invariant = kernels().attend, p.flags.invariant
 
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor, *largest: Tensor) -> None:
         q, k, v, mask, bias, sink, _, dropout = x
         q, k, v = read_rows(q, k, v)
         walked: Sequence[Tensor] = ()
@@ -94,7 +94,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         splits = 1 if is_invariant else NUM_KV_SPLITS
         tensors = (q, k, v, walked, bias, sink, out, lse)
-        attend(*tensors, low, high, scale, softcap, splits, dropout, dropout_p, *numbers, order, mask.fresh)
+        attend(*tensors, low, high, scale, softcap, splits, dropout, dropout_p, *numbers, order, mask.fresh, *largest)
 
     return run
 

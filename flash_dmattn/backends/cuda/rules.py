@@ -153,6 +153,18 @@ def has_invariant_class(p: AttentionProblem) -> bool:
     return is_served and not _not_invariant(p)
 
 
+# Kernels that write the largest scores are few: QK-clip, which asks for them, trains without these.
+_WITHOUT_MAX_SCORES: tuple[tuple[str, Callable[[AttentionProblem], bool]], ...] = (
+    *_NOT_INVARIANT[:2],
+    ("dropout", lambda p: p.dropout_p > 0),
+    ("pages", lambda p: p.sequences is not None and p.sequences.has_pages),
+)
+
+
+def _beside_max_scores(p: AttentionProblem) -> str:
+    return ", ".join([name for name, is_used in _WITHOUT_MAX_SCORES if is_used(p)])
+
+
 _backward = partial(Rule, hint=_PAIR, passes=("backward",))
 _preference = partial(Rule, hint='backend="cuda" runs it all the same', calls="dense")
 
@@ -282,6 +294,16 @@ _RULES: tuple[Rule, ...] = (
         hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
         calls="dense",
         example={"q": (64, 129, 16, 64), "bias": (64, 16, 129, 129), "bias_grad": True, "softcap": 5.0},
+    ),
+    Rule(
+        "max_scores_combination",
+        lambda p: not (p.flags.max_scores and _beside_max_scores(p)),
+        lambda p: (
+            f"max_scores is set and the call has {_beside_max_scores(p)}, which the kernels that write it do not take"
+        ),
+        'use backend="triton"',
+        passes=("forward",),
+        example={"max_scores": True, "mask": (2, 1, 4096, 4096)},
     ),
     Rule(
         "relative_head_dim",

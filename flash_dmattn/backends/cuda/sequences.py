@@ -68,17 +68,17 @@ def _plan_forward(p: AttentionProblem) -> Forward:
     numbers = _numbers(p, spec)
     outputs, attend = allocate_outputs(p), torch.ops.flash_dmattn.cuda_forward_sequences.default
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(x: Inputs) -> tuple[Tensor, ...]:
         q, k, v, _, bias, sink, sequences, _ = x
         assert sequences is not None
-        out, lse = outputs(q)
+        out, lse, *largest = outputs(q)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         bounds, table = sequences
         if table is not None and table.shape[1] == 0:
             table = table.new_zeros((len(table), 1))
-        attend(read_q(q), read_k(k), read_v(v), bounds, table, bias, sink, out, lse, *numbers, softcap)
-        return out, lse
+        attend(read_q(q), read_k(k), read_v(v), bounds, table, bias, sink, out, lse, *numbers, softcap, *largest)
+        return out, lse, *largest
 
     return forward
 

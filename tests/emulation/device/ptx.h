@@ -333,6 +333,7 @@ inline void st_global_v4(void* to, const uint32_t (&words)[4]) {
 
 // A value too small for a normal number becomes 0.
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 inline float reciprocal_approx(float x) { return flushed(1.0f / flushed(x)); }
 inline float log_approx(float x) { return 0.693147180559945f * std::log2(flushed(x)); }
