@@ -207,7 +207,10 @@ template <class Traits, class F>
 __device__ __forceinline__ void choose_great(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
                                              int warp, int lane, F consume) {
   if constexpr (Traits::kBias != BackwardBias::kNone) {
-    if (has_great_rows<Traits>(p, seen, group, warp, lane)) {
+    // ptxas takes a float below 0 as unlikely, and so places this loop behind the other one, whose instructions then are
+    // near each other.
+    const int great = __shfl_sync(0xffffffffu, has_great_rows<Traits>(p, seen, group, warp, lane) ? -1 : 0, 0);
+    if (__int_as_float(great & 0xbf800000) < 0.0f) {
       asm volatile("" : "+r"(group), "+r"(warp), "+r"(lane));
       consume(std::true_type{}, __shfl_sync(0xffffffffu, group, 0), __shfl_sync(0xffffffffu, warp, 0), lane);
       return;
