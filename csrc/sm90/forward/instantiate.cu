@@ -44,7 +44,7 @@ auto with_traits(const ForwardVariant& variant, F f) {
       constexpr std::integral_constant<Bias, Bias::kFloatTile> form{};
       return with_bool(variant.mask != MaskForm::kNone, [&](auto has_mask) {
         constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
-        return call(form, std::integral_constant<MaskForm, kMask>{});
+        return call(form, std::integral_constant<MaskForm, kMask>{}, std::false_type{});
       });
     }
   }
