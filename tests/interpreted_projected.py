@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
-from interpreter import TILES, admit_cpu, assert_margins, guard_outputs, set_up
+from interpreter import TILES, admit_cpu, assert_margins, dot_of_tensor_cores, guard_outputs, set_up
 from out_of_tree import replace_backend
 from outcomes import outcome_of, report
 from projected_cases import (
@@ -27,6 +28,7 @@ from projected_cases import (
     with_positions,
 )
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from flash_dmattn import attention, bias_makers, projected
 from flash_dmattn.backends.eager import BACKEND as EAGER
@@ -61,6 +63,14 @@ def kernel_calls() -> Iterator[str | None]:
         yield outcome_of(
             partial(computes_products, shape, by_keys, dtype, most), f"{shape}, {by_keys=}, {dtype}, {most}"
         )
+    for by_keys in (False, True):
+        set_up()
+        with (
+            mock.patch.object(kernels, "select_precision", lambda *_: "fp16x3"),
+            mock.patch.object(InterpreterBuilder, "create_dot", dot_of_tensor_cores),
+        ):
+            products = partial(computes_products, (2, 37, 50, 20, 2), by_keys, torch.float32, 16)
+            yield outcome_of(products, f"pieces, {by_keys=}")
     yield outcome_of(stays_finite, "great scores")
 
 

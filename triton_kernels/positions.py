@@ -22,7 +22,8 @@ from flash_dmattn.reference.positions import pitch_of
 
 from .gpus import shared_bytes
 from .kernel_launch import ceil_div, launch, next_power_of_2
-from .precision import unsplit_precision
+from .pieces import add_product, product_of_rows, split
+from .precision import MOST_FEW_ROWS, select_precision
 
 _STEP = 4
 _TURNED = 64  # rows and columns of a tile that is transposed
@@ -66,7 +67,7 @@ def project_kernel(
     pair, i, first, begin, end = vectors_of(length, others, STEP, BLOCK_M, BLOCK_N)
     h = pair % heads
     head_x = x + (pair // heads).to(tl.int64) * x_strides[0] + h.to(tl.int64) * x_strides[2]
-    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
+    x_tile = split(load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P), PRECISION)
     count = length + others - 1
     head_rows = rows + (h // (heads // row_heads)).to(tl.int64) * count * terms
     pitch = vectors * STEP  # so the compiler sees where vectors begin
@@ -76,7 +77,7 @@ def project_kernel(
         column = step * BLOCK_N + tl.arange(0, BLOCK_N)
         distance = first + column
         tile = load_rows(head_rows, distance, (distance >= 0) & (distance < count), terms, terms, BLOCK_P)
-        made = tl.dot(x_tile, tl.trans(tile), input_precision=PRECISION) * scale
+        made = product_of_rows(x_tile, split(tile, PRECISION), PRECISION) * scale
         if MOST != 0:
             made = tl.minimum(tl.maximum(made, -MOST), MOST)
         j = column[None, :] - back[:, None]
@@ -105,7 +106,7 @@ def project_queries_kernel(
         tile = load_rows(head_rows, distance, (distance >= 0) & (distance < count), terms, terms, BLOCK_P)
         j = column[None, :] - back[:, None]
         scores = tl.load(line + j, mask=(i < length)[:, None] & (j >= 0) & (j < pitch), other=0.0)
-        acc = tl.dot(scores, tile, acc, input_precision=PRECISION)
+        acc = add_product(acc, scores, split(tile, PRECISION), PRECISION)
     p = tl.arange(0, BLOCK_P)
     at = (((pair // heads).to(tl.int64) * length + i) * heads + h)[:, None] * terms + p[None, :]
     tl.store(dx + at, (acc * scale).to(dx.dtype.element_ty), mask=(i < length)[:, None] & (p < terms)[None, :])
@@ -152,7 +153,7 @@ def project_table_kernel(
             x_tile = load_rows(
                 x + entry * x_strides[0] + h.to(tl.int64) * x_strides[2], i, m < high, x_strides[1], terms, BLOCK_P
             )
-            acc = tl.dot(tl.trans(scores), x_tile, acc, input_precision=PRECISION)
+            acc = add_product(acc, tl.trans(scores), split(x_tile, PRECISION), PRECISION)
         tl.store(place, acc, mask=is_distance)
 
 
@@ -228,7 +229,8 @@ class Products:
         block_n = 32 if is_wide or block_p > 128 else 64
         arch = device_arch(rows.device)
         stages = 3 if shared_bytes(arch) > 128 * 1024 else 2
-        precision = unsplit_precision(rows.dtype, arch, allows_tf32(rows.dtype))
+        few_rows = shape[1] <= MOST_FEW_ROWS
+        precision = select_precision(rows.dtype, arch, terms, few_rows, allows_tf32(rows.dtype))
         most = torch.finfo(rows.dtype).max if rows.dtype == torch.float16 else 0.0
         self.num_warps = 8 if block_m * block_p >= 128 * 128 or (is_wide and block_p > 64) else 4
         self.tile, self.rest = (_STEP, block_m, block_n, block_p, precision), (most, stages)
