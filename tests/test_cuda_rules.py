@@ -24,7 +24,6 @@ from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch import config
-from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import MaskView, SequenceSpec
 from flash_dmattn.problem.inputs import Inputs
@@ -221,19 +220,48 @@ def test_a_bias_of_another_dtype_that_it_does_not_differentiate(code: str, call:
     assert [reason.code for reason in reasons if reason.code != "bias_copies"] == [code]
 
 
-def test_one_switch_has_auto_take_a_bias_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_bias_in_fp32_whose_tiles_it_reads() -> None:
     call = {"q": (8, 512, 16, 48), "bias": (1, 16, 512, 512), "bias_dtype": "fp32", "bias_grad": True, **GRADIENTS}
     others = ({**call, "q": (8, 512, 16, 128)}, {**call, "bias_strides": (2**22, 2**18, 514, 1)})
-    assert [(explained(**each).forward, explained(**each).backward) for each in (call, *others)] == 3 * [
-        ("triton", "triton")
-    ]
-    monkeypatch.setattr(cuda_rules, "TAKES_FLOAT_TILES", True)
-    choices_changed()
     assert [(explained(**each).forward, explained(**each).backward) for each in (call, *others)] == [
         ("cuda", "cuda"),
         *2 * [("triton", "triton")],
     ]
-    choices_changed()
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "keys"),
+    (
+        ("triton", (256, 64, 16, 16), 64),  # sequences, queries, heads and heads of keys; keys
+        ("cuda", (205, 80, 16, 16), 80),
+        ("triton", (512, 32, 32, 8), 32),
+        ("triton", (8, 16, 32, 8), 1024),
+        ("cuda", (8, 17, 32, 8), 1024),
+        ("triton", (8, 17, 32, 8), 1000),
+        ("triton", (8, 64, 16, 16), 8192),
+        ("triton", (8, 1, 64, 1), 8192),
+        ("cuda", (8, 2, 64, 1), 8192),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ("packed", "paged"))
+def test_sequences_of_few_queries(layout: Any, backend: str, shape: tuple[int, ...], keys: int) -> None:
+    """auto takes cuda from 65 queries on, and over long keys from 65 rows of all heads of a group on."""
+    number, queries, heads, heads_k = shape
+    packs = layout == "packed"
+    sizes = (number * queries, number * keys) if packs else (queries, keys)
+    spec = SequenceSpec(layout, number, *sizes, queries, keys, page_size=0 if packs else 128)
+    call = {
+        "q": (1 if packs else number, sizes[0], heads, 128),
+        "kv_heads": heads_k,
+        "sequences": spec,
+        "seqlen_k": keys,
+    }
+    e = explained(**call, is_causal=True)
+    assert e.forward == backend
+    if packs:
+        with_gradients = explained(**call, is_causal=True, **GRADIENTS)
+        assert with_gradients.forward == with_gradients.backward == ("cuda" if queries > 64 else "triton")
 
 
 def test_auto_takes_triangle_attention_of_several_examples() -> None:

@@ -376,8 +376,6 @@ _NARROW = 128  # head dim: wider calls have other backward kernels, and their ke
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
-# Whether auto chooses the kernels with tiles of a bias in fp32. Nobody has timed them beside the kernels of triton.
-TAKES_FLOAT_TILES = False
 
 
 def _tiles_of_rows(p: AttentionProblem) -> int:
@@ -481,14 +479,8 @@ _AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_copies",
-        lambda p: (
-            p.bias_class != "score"
-            or _bias(p).dtype == p.dtype
-            or (TAKES_FLOAT_TILES and has_tile_kernels(p) and _reads_tiles(p))
-        ),
-        lambda p: (
-            "bias is not of the dtype of q, so it is read value by value, or as tiles by kernels that nobody has timed"
-        ),
+        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype or (has_tile_kernels(p) and _reads_tiles(p)),
+        lambda p: "bias is not of the dtype of q, so it is read value by value",
         'cast bias, or backend="cuda" runs it all the same',
         calls="dense",
         example={"q": (2, 4096, 16, 128), "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
@@ -561,8 +553,19 @@ def _reads_pages(p: AttentionProblem) -> bool:
     )
 
 
+# Queries of a sequence up to which the kernels of triton are faster. Their tiles have as many rows, of all heads of a
+# group; so cuda is faster for chunks of queries and groups with more rows, on long keys and without gradients.
+_SHORT, _LONG_KEYS = 64, 1024
+
+
 def _mean_queries(p: AttentionProblem) -> float:
     return _spec(p).rows_q / (max(p.batch, 1) if _spec(p).packs_queries else 1)
+
+
+def _is_chunk_of_rows(p: AttentionProblem) -> bool:
+    keys = _spec(p).rows_k / (max(p.batch, 1) if _spec(p).packs_keys else 1)
+    rows = _mean_queries(p) * (p.num_heads // max(p.num_heads_k, 1))
+    return not any(p.needs_grad) and keys >= _LONG_KEYS and rows > _SHORT
 
 
 RULES = (
@@ -678,8 +681,8 @@ AUTO_RULES = (
     *_AUTO_RULES,
     _preference(
         "short_sequences",
-        lambda p: _mean_queries(p) >= _ROWS,
-        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average; a tile has {_ROWS}",
+        lambda p: _mean_queries(p) > _SHORT or _is_chunk_of_rows(p),
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average; triton is faster up to {_SHORT}",
         calls="sequences",
         example={"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)},
     ),
