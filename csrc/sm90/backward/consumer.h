@@ -574,9 +574,10 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 };
 
-template <bool kGreat, class Traits>
-__device__ __forceinline__ void consume_work_tiles(const BackwardParams& p, BackwardStorage<Traits>& shared, int group,
-                                                   int warp, int lane) {
+// is_great: whether rows may have a great lse; a type if the compiler knows.
+template <class Traits, class IsGreat>
+__device__ __forceinline__ void consume_work_tiles(const BackwardParams& p, BackwardStorage<Traits>& shared, IsGreat is_great,
+                                                   int group, int warp, int lane) {
   typename BackwardConsumer<Traits>::Pipes pipes;
   PipelineState<Traits::kKeyStages> pipe_keys;
   PipelineState<kWorkStages> pipe_work;
@@ -597,7 +598,17 @@ __device__ __forceinline__ void consume_work_tiles(const BackwardParams& p, Back
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    consumer.template mainloop<kGreat>(item, pipes);
+    if constexpr (!std::is_same_v<IsGreat, bool>) {
+      consumer.template mainloop<IsGreat::value>(item, pipes);
+    } else if (is_great) {
+      int own_lane = lane;
+      asm volatile("" : "+r"(own_lane));
+      BackwardConsumer<Traits> own{
+          {p, shared, group, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, dk, dv};
+      own.template mainloop<true>(item, pipes);
+    } else {
+      consumer.template mainloop<false>(item, pipes);
+    }
     consumer.store_key_sums(item);
     consumer.store_flat_sums(item);
     if (item.is_last) {
@@ -622,7 +633,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   const PingPong pingpong{group};
   pingpong.start();
   choose_great<Traits>(p, shared.has_great, group, warp, lane, [&](auto is_great, int own_group, int own_warp, int own_lane) {
-    consume_work_tiles<decltype(is_great)::value>(p, shared, own_group, own_warp, own_lane);
+    consume_work_tiles<Traits>(p, shared, is_great, own_group, own_warp, own_lane);
   });
   pingpong.end();
 }

@@ -200,20 +200,23 @@ __device__ __forceinline__ bool has_great_rows(const BackwardParams& p, uint32_t
   return any != 0;
 }
 
-// Calls `consume` with std::true_type if the lse of a row of the call is great, and with the place of the thread: a number
-// of its consumer, its warp and lane. Two loops over all work tiles share no register. A second main loop inside of one left
-// the first too few, and so does a place that both loops know.
+// Calls `consume` with whether the lse of a row of the call is great, and with the place of the thread: a number of its
+// consumer, its warp and lane. std::true_type and std::false_type have loops over all work tiles that share no register. A
+// second main loop inside of one left the first too few, and so does a place that both loops know. For two kernels it is the
+// other way round: a bool where diagonals of a wide head are summed, and the same place where a warpgroup sums dbias.
 template <class Traits, class F>
 __device__ __forceinline__ void choose_great(const BackwardParams& p, uint32_t (&seen)[4 * Traits::kConsumers], int group,
                                              int warp, int lane, F consume) {
-  if constexpr (Traits::kBias != BackwardBias::kNone) {
+  if constexpr (Traits::kBias == BackwardBias::kRelativeSum && Traits::kD > 64) {
+    return consume(has_great_rows<Traits>(p, seen, group, warp, lane), group, warp, lane);
+  } else if constexpr (Traits::kBias != BackwardBias::kNone) {
     // ptxas takes a float below 0 as unlikely, and so places this loop behind the other one, whose instructions then are
     // near each other.
     const int great = __shfl_sync(0xffffffffu, has_great_rows<Traits>(p, seen, group, warp, lane) ? -1 : 0, 0);
     if (__int_as_float(great & 0xbf800000) < 0.0f) {
+      if constexpr (Traits::kSumsDbias) return consume(std::true_type{}, group, warp, lane);
       asm volatile("" : "+r"(group), "+r"(warp), "+r"(lane));
-      consume(std::true_type{}, __shfl_sync(0xffffffffu, group, 0), __shfl_sync(0xffffffffu, warp, 0), lane);
-      return;
+      return consume(std::true_type{}, __shfl_sync(0xffffffffu, group, 0), __shfl_sync(0xffffffffu, warp, 0), lane);
     }
   }
   consume(std::false_type{}, group, warp, lane);
