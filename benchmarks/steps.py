@@ -49,6 +49,7 @@ LOSS_ERROR = 2e-2  # relative, of the first loss
 ON_GPU = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 ON_CPU = ("aten::_local_scalar_dense", "aten::nonzero")  # which wait on a GPU
 PACKAGE = Path(flash_dmattn.__file__).parent
+COMMANDS = PACKAGE / "tools"  # which started this program
 
 
 class Way:
@@ -111,6 +112,7 @@ class Way:
 
         def show(message: Warning | str, *_: Any) -> None:
             frames = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
+            frames = [frame for frame in frames if COMMANDS not in Path(frame.filename).parents]
             if frames and "synchroniz" in str(message):
                 lines[f"{Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}"] += 1
 

@@ -34,7 +34,7 @@ LogBucket = Callable[[Tensor, int, int], Tensor]
 
 
 class _Mask(NamedTuple):
-    """What the encoder gives its layers for a mask.
+    """A mask as the encoder hands it to its layers.
 
     Attributes:
         keys: bool, True = attend, (B or 1, H or 1, L or 1, L).
