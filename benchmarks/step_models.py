@@ -88,7 +88,7 @@ def _without_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Projected | None, **_: Any
 ) -> Tensor:
     factors = [] if bias is None else [x for term in bias.terms for _, x in term.named_tensors]
-    return _without(*(x.transpose(1, 2) for x in (q, k, v)), factors).transpose(1, 2)
+    return _without(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), factors).transpose(1, 2)
 
 
 def _filled(module: nn.Module) -> nn.Module:

@@ -471,8 +471,8 @@ _PYTHON = (
     Fault(
         "every part reads the content of the first entries",
         "flash_dmattn/bias_makers.py",
-        "made = [each.scores(content[span]) for",
-        "made = [each.scores(content[: span.stop - span.start]) for",
+        "self.contents[self.main][span])",
+        "self.contents[self.main][: span.stop - span.start])",
         (_PROJECTED_CALLS,),
     ),
     Fault(
@@ -548,10 +548,10 @@ _PYTHON = (
     Fault(
         "triton: queries of a group read the rows of another one",
         "triton_kernels/positions.py",
-        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
+        """    x_tile = split(load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P), PRECISION)
     count = length + others - 1
     head_rows = rows + (h // (heads // row_heads)).to(tl.int64) * count * terms""",
-        """    x_tile = load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P)
+        """    x_tile = split(load_rows(head_x, i, i < length, x_strides[1], terms, BLOCK_P), PRECISION)
     count = length + others - 1
     head_rows = rows + (h % row_heads).to(tl.int64) * count * terms""",
         (_PROJECTED_KERNELS,),
@@ -580,8 +580,22 @@ _PYTHON = (
     Fault(
         "triton: great products in float16 are infinite",
         "triton_kernels/positions.py",
-        "if MOST != 0:",
-        "if MOST < 0:",
+        "if MOST != 0:\n            made",
+        "if MOST < 0:\n            made",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
+        "triton: scores of keys are added to those of another head",
+        "triton_kernels/positions.py",
+        "read = x + ((pair // group)",
+        "read = x + ((pair % group)",
+        (_PROJECTED_CALLS,),
+    ),
+    Fault(
+        "triton: rows of turned scores end with what was there",
+        "triton_kernels/positions.py",
+        "is_place = (j < others)[:, None] & (i < y_pitch)[None, :]",
+        "is_place = (j < others)[:, None] & (i < length)[None, :]",
         (_PROJECTED_KERNELS,),
     ),
     Fault(
