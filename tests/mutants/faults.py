@@ -589,7 +589,7 @@ _PYTHON = (
         "triton_kernels/positions.py",
         "read = x + ((pair // group)",
         "read = x + ((pair % group)",
-        (_PROJECTED_CALLS,),
+        (f"{_PROJECTED}test_the_kernels_in_the_interpreter[calls-64]",),
     ),
     Fault(
         "triton: rows of turned scores end with what was there",
