@@ -585,6 +585,13 @@ _PYTHON = (
         (_PROJECTED_KERNELS,),
     ),
     Fault(
+        "triton: great sums of scores in float16 are infinite",
+        "triton_kernels/positions.py",
+        "if MOST != 0:\n            turned",
+        "if MOST < 0:\n            turned",
+        (_PROJECTED_KERNELS,),
+    ),
+    Fault(
         "triton: scores of keys are added to those of another head",
         "triton_kernels/positions.py",
         "read = x + ((pair // group)",
