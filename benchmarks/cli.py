@@ -11,6 +11,7 @@
     python -m benchmarks sweep tiles d128 --write      # tiles of the Triton kernels; proposes rows of their table
     python -m benchmarks sweep strips                  # the same for the packing of masks
     python -m benchmarks steps                         # training steps of other projects' models, on a GPU
+    python -m benchmarks --as sm_80 performance        # kernels made for an A100, on a Hopper GPU: a proxy
     python -m benchmarks report                        # tables and plots of all results; --pages for README and docs
     python -m benchmarks list
 
@@ -24,6 +25,7 @@ another run are in the way. 3 if the budget ended before the cases did.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from . import dispatch, machine, mask_pack, pages, runner, steps, tiles
+from . import dispatch, forced_arch, machine, mask_pack, pages, runner, steps, tiles
 from .cases import PASSES, cases_of
 from .report import write
 from .results import SUITES, OtherRun
@@ -46,6 +48,9 @@ QUICK_RESULTS = ROOT / "build" / "benchmarks"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments choose, and return the exit status."""
     args = parser().parse_args(arguments)
+    if args.forced is not None:
+        os.environ[forced_arch.VARIABLE] = args.forced.replace("_", "")  # processes that compile inherit it
+    forced_arch.force_benchmarks()
     try:
         status: int = args.run(args)
     except OtherRun as other:
@@ -62,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    said = "times on a Hopper GPU what is compiled for this one: a proxy for the order of kernels, not for their speed"
+    top.add_argument("--as", dest="forced", choices=forced_arch.names(), metavar="ARCH", help=said)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     says = {
         "equivalence": "errors of every output of every system beside fp64 and beside plain PyTorch",
@@ -144,7 +151,7 @@ def run_suites(args: argparse.Namespace) -> int:
         out=args.out or (QUICK_RESULTS if args.quick else runner.PUBLISHED) / machine.slug(described),
         machine=described,
         only=args.only,
-        systems=args.systems,
+        systems=args.systems or (None if forced_arch.forced() is None else list(forced_arch.SYSTEMS)),
         passes=passes or PASSES,
         quick=args.quick,
         deadline=None if args.budget is None else started + args.budget,

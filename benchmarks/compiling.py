@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import forced_arch
 from .cases import Case
 from .inputs import make_inputs
 from .progress import progress
@@ -61,6 +62,7 @@ def compile_ahead(title: str, jobs: Sequence[Job], deadline: float | None) -> No
 
 
 def _be_one_of_many() -> None:
+    forced_arch.force_benchmarks()
     torch.set_num_threads(1)
     # Inductor would start as many compilers of its own in every worker.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import forced_arch
 from .floors import rates_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,8 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     name = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
     description: dict[str, Any] = {"device": name, "kind": device.type}
     if on_gpu:
+        if (arch := forced_arch.forced()) is not None:
+            description["device"] = f"{name} as {arch}, a proxy"
         query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         description |= {"driver": query.partition("\n")[0], "cuda": str(torch.version.cuda)}
         description["cudnn"] = str(torch.backends.cudnn.version())

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from forced_arch import force_from_environment
 from torch import Tensor
 
+from benchmarks.forced_arch import force_from_environment
 from flash_dmattn import AuxRequest
 from flash_dmattn.biases import Band, Relative
 from flash_dmattn.reference.distances import Distances

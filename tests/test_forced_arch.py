@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import forced_arch
 import pytest
 import torch
 from cases import DEVICE
 
+from benchmarks import cli, forced_arch, machine
 from flash_dmattn.problem import description, device_arch
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB
 
@@ -73,14 +71,33 @@ def test_triton_makes_the_instructions_of_the_other_gpu_for_the_card(
     assert "mma.sync" in text and "wgmma" not in text and "cp.async.bulk" not in text
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="it runs a module that needs no GPU")
-def test_the_command_runs_a_module(tmp_path: Path) -> None:
-    (tmp_path / "told.py").write_text(
-        "import os, sys; print(__name__, os.environ['TRITON_OVERRIDE_ARCH'], sys.argv[1:])"
-    )
-    command = [sys.executable, forced_arch.__file__, "sm_86", "-m", "told", "--a", "b"]
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.stdout == "__main__ sm86 ['--a', 'b']\n", done.stderr
+def test_benchmarks_are_forced_and_call_themselves_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setenv(forced_arch.VARIABLE, "")
+    monkeypatch.setattr(forced_arch, "force", seen.append)
+    monkeypatch.setattr(forced_arch, "force_peers", seen.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="NVIDIA H100"))
+    monkeypatch.setattr(machine, "rates_of", lambda device, name: SimpleNamespace(_asdict=lambda: {"of": name}))
+
+    def run(suite: str, options: Any) -> int:
+        seen.append((options.machine["device"], options.machine["rates"], options.out.name, options.systems))
+        return 0
+
+    monkeypatch.setattr(cli.runner, "run", run)
+    monkeypatch.setattr(cli, "write", lambda *_: [])
+    assert cli.main(["--as", "sm_86", "performance", "--only", "dense"]) == 0
+    name = "NVIDIA H100 as sm_86, a proxy", {"of": "NVIDIA H100"}, "nvidia-h100-as-sm-86-a-proxy"
+    assert seen == ["sm_86", "sm_86", (*name, list(forced_arch.SYSTEMS))]
+    with pytest.raises(SystemExit):
+        cli.main(["--as", "sm_90", "performance"])
+
+
+def test_inductor_is_told_of_the_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    forced_arch.force_peers("sm_120")
+    assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == (12, 0)
 
 
 @pytest.mark.skipif(forced_arch.VARIABLE not in os.environ, reason="no architecture is forced")
