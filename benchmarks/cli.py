@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     if args.forced is not None:
         os.environ[forced_arch.VARIABLE] = args.forced.replace("_", "")  # processes that compile inherit it
-    forced_arch.force_benchmarks()
+    forced_arch.force_from_environment()
     try:
         status: int = args.run(args)
     except OtherRun as other:

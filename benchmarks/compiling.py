@@ -62,7 +62,7 @@ def compile_ahead(title: str, jobs: Sequence[Job], deadline: float | None) -> No
 
 
 def _be_one_of_many() -> None:
-    forced_arch.force_benchmarks()
+    forced_arch.force_from_environment()
     torch.set_num_threads(1)
     # Inductor would start as many compilers of its own in every worker.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

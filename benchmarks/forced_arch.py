@@ -58,17 +58,3 @@ def force(arch: str) -> None:
         return {**known, "max_shared_mem": min(room, known["max_shared_mem"])}
 
     utils.get_device_properties = properties
-
-
-def force_benchmarks() -> None:
-    """Force the architecture of the environment for ours and for peers."""
-    force_from_environment()
-    arch = forced()
-    if arch is not None and torch.cuda.is_available():
-        force_peers(arch)
-
-
-def force_peers(arch: str) -> None:
-    """Let Inductor choose FlexAttention's tiles for another GPU, which it asks torch for."""
-    number = int(arch.removeprefix("sm_"))
-    torch.cuda.get_device_capability = lambda device=None: divmod(number, 10)

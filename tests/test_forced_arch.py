@@ -75,7 +75,6 @@ def test_benchmarks_are_forced_and_call_themselves_a_proxy(monkeypatch: pytest.M
     seen: list[Any] = []
     monkeypatch.setenv(forced_arch.VARIABLE, "")
     monkeypatch.setattr(forced_arch, "force", seen.append)
-    monkeypatch.setattr(forced_arch, "force_peers", seen.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="NVIDIA H100"))
@@ -89,15 +88,9 @@ def test_benchmarks_are_forced_and_call_themselves_a_proxy(monkeypatch: pytest.M
     monkeypatch.setattr(cli, "write", lambda *_: [])
     assert cli.main(["--as", "sm_86", "performance", "--only", "dense"]) == 0
     name = "NVIDIA H100 as sm_86, a proxy", {"of": "NVIDIA H100"}, "nvidia-h100-as-sm-86-a-proxy"
-    assert seen == ["sm_86", "sm_86", (*name, list(forced_arch.SYSTEMS))]
+    assert seen == ["sm_86", (*name, list(forced_arch.SYSTEMS))]
     with pytest.raises(SystemExit):
         cli.main(["--as", "sm_90", "performance"])
-
-
-def test_inductor_is_told_of_the_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    forced_arch.force_peers("sm_120")
-    assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == (12, 0)
 
 
 @pytest.mark.skipif(forced_arch.VARIABLE not in os.environ, reason="no architecture is forced")
