@@ -90,9 +90,9 @@ SUITES = {
     "dropout": Suite(("dropout", "cuda_dropout", "sinks"), 3, 120, "", 2),
     "bugs": Suite(("predecessor_bugs",), 1, 120, KERNELS, 1),
     "ways": Suite(("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts"), 1, 120),
-    "forward_ways": Suite(("cuda_one_mask_row", "cuda_held_bias", "cuda_relative", "cuda_max_scores", "projected"), 2, 120),
+    "forward_ways": Suite(("cuda_one_mask_row", "cuda_held_bias", "cuda_relative", "projected"), 2, 120),
     "found": Suite(("find_intervals", "interval_mask", "lists", "safety"), 4, 120),
-    "parts": Suite(("cuda_kv_splits", "cuda_rare"), 1, 80),
+    "parts": Suite(("cuda_kv_splits", "cuda_rare", "cuda_max_scores"), 1, 100),
 }
 # Random calls of a test of these files: `fuzz.py` draws more of the same.
 EXAMPLES = "4"
