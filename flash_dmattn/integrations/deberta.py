@@ -1,7 +1,7 @@
 """DeBERTa v2 and v3 of transformers on flash_dmattn: no scores of L x L, no gather of them, and no mask of L x L.
 
 Layers with `output_attentions`, positions of the caller, or queries of another length run the original code. Dropout
-draws other bits. A row without a visible key is the mean of all values, as there; with `empty="zero"` it is 0.
+draws other bits. A row without a visible key is the mean of all values, without dropout; with `empty="zero"` it is 0.
 DeBERTa v1 and SEW-D have classes of their own, which stay as they are.
 """
 
