@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments choose, and return the exit status."""
     args = parser().parse_args(arguments)
     if args.forced is not None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            print(f"--as {args.forced}: it needs a Hopper GPU (sm_90), and torch finds none.", file=sys.stderr)
+            return runner.USAGE
         os.environ[forced_arch.VARIABLE] = args.forced.replace("_", "")  # processes that compile inherit it
     forced_arch.force_from_environment()
     try:
@@ -144,6 +147,9 @@ def run_suites(args: argparse.Namespace) -> int:
     passes = [name for name in getattr(args, "passes", []) if name != DECODE]
     if passes != getattr(args, "passes", []) and not passes:
         args.only = [DECODE]  # a group of cases with only a forward pass
+    if kind == "cpu" and args.forced is not None:
+        print(f"--as {args.forced}: it is for a GPU, and --device is cpu.", file=sys.stderr)
+        return runner.USAGE
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     described = machine.describe(device, args.commit)
     options = runner.Options(
@@ -151,7 +157,7 @@ def run_suites(args: argparse.Namespace) -> int:
         out=args.out or (QUICK_RESULTS if args.quick else runner.PUBLISHED) / machine.slug(described),
         machine=described,
         only=args.only,
-        systems=args.systems or (None if forced_arch.forced() is None else list(forced_arch.SYSTEMS)),
+        systems=args.systems or (list(forced_arch.SYSTEMS) if machine.is_proxy(described) else None),
         passes=passes or PASSES,
         quick=args.quick,
         deadline=None if args.budget is None else started + args.budget,

@@ -6,7 +6,7 @@
 With that variable Triton takes layouts and instructions, such as mma.sync, from the other GPU, and makes machine code
 for the one that is there. `force` adds what plans ask for: the name of the other GPU, which decides tiles and
 descriptors, and its shared memory. This shows results and room. It does not show the speed of the other GPU, whose
-memory and clocks differ: tables of times are called a proxy for the order of kernels. sm_100 and GPUs of AMD have
+memory and clocks differ. So tables of times are called a proxy for the order of kernels. sm_100 and GPUs of AMD have
 instructions of their own, which no Hopper GPU runs.
 """
 

@@ -15,17 +15,15 @@ from . import forced_arch
 from .floors import rates_of
 
 ROOT = Path(__file__).resolve().parent.parent
+PROXY = ", a proxy"
 PEER_PACKAGES = ("flash-attn-4", "cuequivariance-torch")
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Return the machine as results have it; `commit` names what runs where git cannot tell."""
     on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
-    description: dict[str, Any] = {"device": name, "kind": device.type}
+    description: dict[str, Any] = {"device": device_name(device), "kind": device.type}
     if on_gpu:
-        if (arch := forced_arch.forced()) is not None:
-            description["device"] = f"{name} as {arch}, a proxy"
         query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         description |= {"driver": query.partition("\n")[0], "cuda": str(torch.version.cuda)}
         description["cudnn"] = str(torch.backends.cudnn.version())
@@ -37,8 +35,23 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         if version is not None:
             description[package] = version
     description["commit"] = commit or commit_of(ROOT)
-    description["rates"] = rates_of(device, name)._asdict()
+    card = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
+    description["rates"] = rates_of(device, card)._asdict()
     return description
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that results have for a device, which says where they are a proxy for another GPU."""
+    if device.type != "cuda":
+        return "CPU"
+    name: str = torch.cuda.get_device_properties(device).name
+    arch = forced_arch.forced()
+    return name if arch is None else f"{name} as {arch}{PROXY}"
+
+
+def is_proxy(machine: dict[str, Any]) -> bool:
+    """Return whether results are a proxy for another GPU."""
+    return str(machine["device"]).endswith(PROXY)
 
 
 def commit_of(folder: Path) -> str:

@@ -25,6 +25,8 @@ from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.storage import TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 
+from .machine import device_name
+
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]
 
 
@@ -184,7 +186,7 @@ def main() -> int:
         print(f"without the kernels of the CUDA extension: {availability.reason}")
     good = compare(availability.usable)
     copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: copy {1e-9 * copy:.0f} GB/s")
+    print(f"{device_name(torch.device('cuda'))}: copy {1e-9 * copy:.0f} GB/s")
     table(copy, availability.usable)
     return 0 if good else 1
 

@@ -37,7 +37,8 @@ def full_run(results: Path) -> Path | None:
     for path in sorted(results.glob("*/performance.json")):
         content = load(path)
         is_full = len(missing(content)) <= MOST_MISSING * len(content["planned"])
-        if content["machine"]["kind"] == "cuda" and not content["settings"]["quick"] and is_full:
+        measured = content["machine"]["kind"] == "cuda" and not machines.is_proxy(content["machine"])
+        if measured and not content["settings"]["quick"] and is_full:
             return path.parent
     return None
 

@@ -209,7 +209,7 @@ def systems_of(suite: str, case: Case, available: list[systems.System], device: 
     """Return the systems that run a case; on a GPU slow ones only run one case of each kind."""
     in_full = case.all_systems or suite not in ("performance", "model") or device.type == "cpu"
     taken = [system for system in available if in_full or not system.slow]
-    if device.type == "cpu" or not systems.ours.auto_has_a_row(case, device):
+    if device.type == "cpu" or not systems.ours.auto_has_a_row(case, device, [system.name for system in taken]):
         return taken
     return [system for system in taken if system.name != systems.ours.AUTO]
 

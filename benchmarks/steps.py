@@ -40,6 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import flash_dmattn
 
+from .machine import device_name
 from .runner import FAILED, PASSED, USAGE
 from .step_models import MODELS, OURS, WITHOUT, Model
 
@@ -266,8 +267,8 @@ def run(args: argparse.Namespace) -> int:
         text = reason or results[model.name].row
         print(f"[{index + 1}/{len(chosen)}] {time.perf_counter() - started:.0f} s: {model.name}: {text}", flush=True)
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"\n{name}, torch {torch.__version__}; ms of a step\n\n{HEAD}\n|{' --- |' * (HEAD.count('|') - 1)}")
+    print(f"\n{device_name(device)}, torch {torch.__version__}; ms of a step\n")
+    print(f"{HEAD}\n|{' --- |' * (HEAD.count('|') - 1)}")
     for title, result in results.items():
         print(f"| {title} | {result.row} |")
     for title, result in results.items():

@@ -118,6 +118,10 @@ def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert f"no results are under {tmp_path / 'results'}; python -m benchmarks all" in capsys.readouterr().err
     assert cli.main(["report", "--pages"]) == 3
     assert "the pages stay as they are" in capsys.readouterr().err
+    proxy = saved(tmp_path / "results" / "a-proxy") / "performance.json"
+    machine = {**PERFORMANCE["machine"], "device": "NVIDIA H100 as sm_80, a proxy"}
+    proxy.write_text(json.dumps({**PERFORMANCE, "machine": machine}))
+    assert cli.main(["report", "--pages"]) == 3, "a proxy is no figure of the pages"
     folder = saved(tmp_path / "results" / "nvidia-h200")
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("## Speed\n\nold\n")

@@ -12,6 +12,8 @@ import torch
 from cases import DEVICE
 
 from benchmarks import cli, forced_arch, machine
+from benchmarks.cases import cases_of
+from benchmarks.systems import Needs, ours
 from flash_dmattn.problem import description, device_arch
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB
 
@@ -77,6 +79,7 @@ def test_benchmarks_are_forced_and_call_themselves_a_proxy(monkeypatch: pytest.M
     monkeypatch.setattr(forced_arch, "force", seen.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="NVIDIA H100"))
     monkeypatch.setattr(machine, "rates_of", lambda device, name: SimpleNamespace(_asdict=lambda: {"of": name}))
 
@@ -91,6 +94,17 @@ def test_benchmarks_are_forced_and_call_themselves_a_proxy(monkeypatch: pytest.M
     assert seen == ["sm_86", (*name, list(forced_arch.SYSTEMS))]
     with pytest.raises(SystemExit):
         cli.main(["--as", "sm_90", "performance"])
+    assert cli.main(["--as", "sm_86", "performance", "--device", "cpu"]) == cli.runner.USAGE
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert cli.main(["--as", "sm_86", "performance"]) == cli.runner.USAGE
+
+
+def test_auto_has_a_row_where_none_shows_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy leaves flex out, which "auto" takes for masks on other GPUs."""
+    monkeypatch.setattr(ours, "needs", lambda *_: Needs(backends=("flex", "triton")))
+    case, device = cases_of("performance")[0], torch.device("cuda")
+    assert not ours.auto_has_a_row(case, device, forced_arch.SYSTEMS)
+    assert ours.auto_has_a_row(case, device, (*forced_arch.SYSTEMS, "flex"))
 
 
 @pytest.mark.skipif(forced_arch.VARIABLE not in os.environ, reason="no architecture is forced")

@@ -5,7 +5,7 @@ There is also what "auto" takes, but on a GPU only where that is none of the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -46,9 +46,9 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     return Needs("", backward, lse, (name, name))
 
 
-def auto_has_a_row(case: Case, device: torch.device) -> bool:
-    """Return whether a row of another name shows what "auto" takes for a case."""
-    return set(needs(AUTO, case, device).backends) <= set(NAMES)
+def auto_has_a_row(case: Case, device: torch.device, names: Collection[str]) -> bool:
+    """Return whether a system with one of these names shows what "auto" takes for a case."""
+    return set(needs(AUTO, case, device).backends) <= set(names) & set(NAMES)
 
 
 def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
